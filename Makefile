@@ -1,0 +1,23 @@
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench format clean
+
+help: ## Say what there is
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: ## Install what is needed, build a release, move a KV cache between processes and check every byte
+	@scripts/demo.sh
+
+test: ## Everything that has to hold, from nothing: formatting, warnings, clang-tidy, all tests under sanitizers, fuzzing
+	@scripts/test.sh
+
+check: ## The inner loop: build what changed and run the quick tests (FOLDERS="plan bind" for some only)
+	@scripts/check.sh $(FOLDERS)
+
+bench: ## Build a release, run the benchmarks, print the table of ratios
+	@scripts/bench.sh
+
+format: ## Format our C++ files
+	@scripts/format.sh
+
+clean: ## Remove what was built
+	@rm -rf build build-asan build-debug build-fuzz build-tsan plan.html

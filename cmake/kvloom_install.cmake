@@ -1,0 +1,26 @@
+# cmake --install: headers, the library, find_package(kvloom), the command line and its shell completion.
+include(CMakePackageConfigHelpers)
+set(config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvloom")
+
+install(TARGETS kvloom EXPORT kvloomTargets ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/src/" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/kvloom"
+        FILES_MATCHING PATTERN "*.h" PATTERN "tools" EXCLUDE)
+install(EXPORT kvloomTargets NAMESPACE kvloom:: DESTINATION "${config_dir}")
+configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/kvloomConfig.cmake.in" "${PROJECT_BINARY_DIR}/kvloomConfig.cmake"
+                              INSTALL_DESTINATION "${config_dir}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/kvloomConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
+install(FILES "${PROJECT_BINARY_DIR}/kvloomConfig.cmake" "${PROJECT_BINARY_DIR}/kvloomConfigVersion.cmake"
+        DESTINATION "${config_dir}")
+
+if(TARGET kvloom_cli)
+  install(TARGETS kvloom_cli RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+endif()
+
+function(kvloom_completion file destination name)
+  if(EXISTS "${PROJECT_SOURCE_DIR}/completions/${file}")
+    install(FILES "${PROJECT_SOURCE_DIR}/completions/${file}" DESTINATION "${CMAKE_INSTALL_DATADIR}/${destination}" RENAME "${name}")
+  endif()
+endfunction()
+kvloom_completion(kvloom.bash bash-completion/completions kvloom)
+kvloom_completion(_kvloom zsh/site-functions _kvloom)
+kvloom_completion(kvloom.fish fish/vendor_completions.d kvloom.fish)

@@ -1,0 +1,38 @@
+# cmake -D BUILD=<build folder> -D SOURCE=<this folder> -D WORK=<scratch folder> -D GENERATOR= -D COMPILER= -D FLAGS= -D BUILD_TYPE= -P run.cmake
+# Installs the build into WORK/prefix, builds the outside project against it, runs that, and looks at what was installed.
+function(run)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(NOT result EQUAL 0)
+    list(JOIN ARGN " " command)
+    message(FATAL_ERROR "${command}\nended with ${result}:\n${output}")
+  endif()
+  set(output "${output}" PARENT_SCOPE)
+endfunction()
+
+file(REMOVE_RECURSE "${WORK}")
+run(${CMAKE_COMMAND} --install "${BUILD}" --prefix "${WORK}/prefix")
+run(${CMAKE_COMMAND} -S "${SOURCE}" -B "${WORK}/build" -G "${GENERATOR}" "-DCMAKE_PREFIX_PATH=${WORK}/prefix"
+    "-DCMAKE_CXX_COMPILER=${COMPILER}" "-DCMAKE_CXX_FLAGS=${FLAGS}" "-DCMAKE_BUILD_TYPE=${BUILD_TYPE}")
+run(${CMAKE_COMMAND} --build "${WORK}/build")
+run("${WORK}/build/uses_kvloom")
+message("${output}")
+
+# The installed files may not know where they were built.
+file(GLOB_RECURSE texts "${WORK}/prefix/*.cmake" "${WORK}/prefix/*.h")
+foreach(text IN LISTS texts)
+  file(READ "${text}" content)
+  foreach(place "${SOURCE}" "${BUILD}")
+    string(FIND "${content}" "${place}" at)
+    if(NOT at EQUAL -1)
+      message(FATAL_ERROR "${text} names ${place}")
+    endif()
+  endforeach()
+endforeach()
+file(GLOB_RECURSE strangers "${WORK}/prefix/include/*_test.*" "${WORK}/prefix/include/kvloom/tools/*" "${WORK}/prefix/include/*.cc")
+if(strangers)
+  message(FATAL_ERROR "installed, but not for users: ${strangers}")
+endif()
+if(EXISTS "${BUILD}/kvloom")
+  run("${WORK}/prefix/bin/kvloom" --help)
+endif()
+file(REMOVE_RECURSE "${WORK}")
