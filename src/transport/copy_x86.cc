@@ -1,0 +1,164 @@
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "kvloom/transport/copy_kernels.h"
+
+// Below kStreamingBytes: ordinary stores of whole vectors, with an overlapping last one. From there on: one unaligned store up to
+// the first whole line of the target, streaming stores of whole lines, one overlapping unaligned store at the tail. The source
+// may be unaligned: loads that cross a line cost little.
+//
+// A streamed piece is walked as kStreams parts side by side, two lines of each in turn: more DRAM banks and more hardware
+// prefetchers are busy at a time (one follows a stream, and stops at 4 KiB). Random pages of 36,864 B, 1 thread, Xeon of 2023:
+// one stream 0.87 of contiguous memcpy, two 0.98, four 1.02.
+
+namespace kvloom {
+
+namespace {
+
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kStreams = 4;
+constexpr std::size_t kStep = 2 * kLine;  // of one stream at a time
+constexpr std::size_t kAhead = 8;         // small pieces ahead whose source is asked for
+
+#define KVLOOM_AVX512 __attribute__((target("avx512f,avx512bw")))
+#define KVLOOM_AVX2 __attribute__((target("avx2")))
+
+std::size_t bytes_to_line(const std::byte* p) { return (kLine - reinterpret_cast<std::uintptr_t>(p) % kLine) % kLine; }
+
+void prefetch(const std::byte* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0); }
+
+// The first lines that the kernels will read of a piece.
+void prefetch_head(const Piece& piece) {
+  if (piece.bytes < kStreamingBytes) {
+    for (std::size_t i = 0; i < piece.bytes; i += kLine) prefetch(piece.from + i);
+    return;
+  }
+  const std::size_t part = piece.bytes / kStreams;
+  for (std::size_t k = 0; k < kStreams; ++k) {
+    prefetch(piece.from + k * part);
+    prefetch(piece.from + k * part + kLine);
+  }
+}
+
+// @pre bytes >= kLine.  Works on whole lines between an unaligned first and an unaligned last one: Ops gives the vector width.
+struct Span {
+  std::byte* to;
+  const std::byte* from;
+  std::size_t lines;
+};
+
+Span whole_lines(const Piece& piece) {
+  const std::size_t head = bytes_to_line(piece.to);
+  return {piece.to + head, piece.from + head, (piece.bytes - head) / kLine};
+}
+
+KVLOOM_AVX512 inline void stream_two_lines_512(std::byte* to, const std::byte* from) {
+  const __m512i a = _mm512_loadu_si512(from);
+  const __m512i b = _mm512_loadu_si512(from + kLine);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), a);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to + kLine), b);
+}
+
+KVLOOM_AVX512 inline void stream_512(const Piece& piece) {
+  const __m512i last = _mm512_loadu_si512(piece.from + piece.bytes - kLine);
+  _mm512_storeu_si512(piece.to, _mm512_loadu_si512(piece.from));
+  Span span = whole_lines(piece);
+  const std::size_t part = span.lines / kStreams / 2 * kStep;
+  for (std::size_t i = 0; i < part; i += kStep) {
+    for (std::size_t k = 0; k < kStreams; ++k) stream_two_lines_512(span.to + k * part + i, span.from + k * part + i);
+  }
+  for (std::size_t i = kStreams * part; i < span.lines * kLine; i += kLine) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(span.to + i), _mm512_loadu_si512(span.from + i));
+  }
+  _mm512_storeu_si512(piece.to + piece.bytes - kLine, last);
+}
+
+KVLOOM_AVX512 inline void store_512(const Piece& piece) {
+  if (piece.bytes < kLine) {
+    const __mmask64 mask = (std::uint64_t{1} << piece.bytes) - 1;
+    _mm512_mask_storeu_epi8(piece.to, mask, _mm512_maskz_loadu_epi8(mask, piece.from));
+    return;
+  }
+  const __m512i last = _mm512_loadu_si512(piece.from + piece.bytes - kLine);
+  for (std::size_t i = 0; i + kLine <= piece.bytes; i += kLine)
+    _mm512_storeu_si512(piece.to + i, _mm512_loadu_si512(piece.from + i));
+  _mm512_storeu_si512(piece.to + piece.bytes - kLine, last);
+}
+
+KVLOOM_AVX512 void copy_avx512(std::span<const Piece> pieces) {
+  bool streamed = false;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const bool stream = pieces[i].bytes >= kStreamingBytes;
+    const std::size_t next = i + (stream ? 1 : kAhead);
+    if (next < pieces.size()) prefetch_head(pieces[next]);
+    stream ? stream_512(pieces[i]) : store_512(pieces[i]);
+    streamed |= stream;
+  }
+  if (streamed) _mm_sfence();
+}
+
+KVLOOM_AVX2 inline __m256i load_256(const std::byte* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+KVLOOM_AVX2 inline void store_256(std::byte* to, __m256i value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value); }
+
+KVLOOM_AVX2 inline void stream_line_256(std::byte* to, const std::byte* from) {
+  const __m256i a = load_256(from);
+  const __m256i b = load_256(from + 32);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), a);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), b);
+}
+
+KVLOOM_AVX2 inline void store_line_256(std::byte* to, const std::byte* from) {
+  const __m256i a = load_256(from);
+  const __m256i b = load_256(from + 32);
+  store_256(to, a);
+  store_256(to + 32, b);
+}
+
+KVLOOM_AVX2 inline void stream_256(const Piece& piece) {
+  store_line_256(piece.to, piece.from);
+  Span span = whole_lines(piece);
+  const std::size_t part = span.lines / kStreams / 2 * kStep;
+  for (std::size_t i = 0; i < part; i += kStep) {
+    for (std::size_t k = 0; k < kStreams; ++k) {
+      stream_line_256(span.to + k * part + i, span.from + k * part + i);
+      stream_line_256(span.to + k * part + i + kLine, span.from + k * part + i + kLine);
+    }
+  }
+  for (std::size_t i = kStreams * part; i < span.lines * kLine; i += kLine) stream_line_256(span.to + i, span.from + i);
+  store_line_256(piece.to + piece.bytes - kLine, piece.from + piece.bytes - kLine);
+}
+
+KVLOOM_AVX2 inline void store_256(const Piece& piece) {
+  if (piece.bytes < kLine) {
+    std::memcpy(piece.to, piece.from, piece.bytes);
+    return;
+  }
+  for (std::size_t i = 0; i + kLine <= piece.bytes; i += kLine) store_line_256(piece.to + i, piece.from + i);
+  store_line_256(piece.to + piece.bytes - kLine, piece.from + piece.bytes - kLine);
+}
+
+KVLOOM_AVX2 void copy_avx2(std::span<const Piece> pieces) {
+  bool streamed = false;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const bool stream = pieces[i].bytes >= kStreamingBytes;
+    const std::size_t next = i + (stream ? 1 : kAhead);
+    if (next < pieces.size()) prefetch_head(pieces[next]);
+    stream ? stream_256(pieces[i]) : store_256(pieces[i]);
+    streamed |= stream;
+  }
+  if (streamed) _mm_sfence();
+}
+
+}  // namespace
+
+std::vector<CopyKernel> isa_copy_kernels() {
+  std::vector<CopyKernel> kernels;
+  if (__builtin_cpu_supports("avx2")) kernels.push_back({"avx2", &copy_avx2});
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) kernels.push_back({"avx512", &copy_avx512});
+  return kernels;
+}
+
+void relax_cpu() { _mm_pause(); }
+
+}  // namespace kvloom

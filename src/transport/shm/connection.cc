@@ -1,0 +1,160 @@
+#include "kvloom/transport/shm/connection.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <new>
+#include <utility>
+
+namespace kvloom::shm {
+
+namespace {
+
+OutboxView fresh_outbox(const SharedMemory& memory, OutboxShape shape) {
+  std::byte* const base = memory.mapping.memory().data();
+  new (base) OutboxHeader{};
+  return {base, shape};
+}
+
+}  // namespace
+
+Connection::Connection(PeerId id, Fd socket, SharedMemory outbox, OutboxShape shape, bool announced, Surroundings around)
+    : id_(id),
+      announced_(announced),
+      socket_(std::move(socket)),
+      around_(around),
+      outbox_memory_(std::move(outbox)),
+      outbox_(fresh_outbox(outbox_memory_, shape)),
+      outgoing_(id, outbox_, around.events),
+      incoming_(id, outbox_, around.regions, around.crew, around.events) {
+  watch(socket_, id.value);
+}
+
+Connection::~Connection() {
+  if (state_ != State::down) close({Code::cancelled, Scope::peer, "this transport ended"});
+}
+
+void Connection::watch(const Fd& fd, std::uint64_t data) {
+  epoll_event event = {};
+  event.events = EPOLLIN | EPOLLRDHUP;
+  event.data.u64 = data;
+  epoll_ctl(around_.epoll.get(), EPOLL_CTL_ADD, fd.get(), &event);
+}
+
+Expected<void> Connection::greet(std::span<const std::byte> hello) {
+  const Message message{Kind::hello, 0, kProtocol, outbox_.shape().slots, outbox_.shape().answers};
+  if (send(socket_, message, hello, &outbox_memory_.fd) == Sent::yes) return {};
+  return fail(Scope::peer, Code::unavailable, "the peer hung up before it was greeted");
+}
+
+void Connection::read_socket() {
+  while (state_ != State::down) {
+    auto received = receive(socket_);
+    if (received && !*received) return;
+    const auto ok = received ? take(**received) : tl::unexpected(received.error());
+    if (!ok) close(ok.error());
+  }
+}
+
+Expected<void> Connection::take(const Received& received) {
+  const Message& m = received.message;
+  if ((m.kind == Kind::hello) != (state_ == State::greeting))
+    return fail(Scope::peer, Code::parse, "the peer's greeting is not its first message, or came twice");
+  switch (m.kind) {
+    case Kind::hello: return take_hello(received);
+    case Kind::offer: return incoming_.offer(RegionId(m.a), received.fd, m.b);
+    case Kind::withdraw: incoming_.withdraw(RegionId(m.a)); return {};
+    case Kind::bell: return {};
+  }
+  return fail(Scope::peer, Code::parse, "a message of unknown kind");
+}
+
+Expected<void> Connection::take_hello(const Received& hello) {
+  const Message& m = hello.message;
+  if (m.a != kProtocol) return fail(Scope::peer, Code::unsupported, "the peer speaks protocol {:#x}, we {:#x}", m.a, kProtocol);
+  const OutboxShape shape{m.b, m.c};
+  if (!shape.valid()) return fail(Scope::peer, Code::parse, "the peer's outbox has {} slots and {} answers", m.b, m.c);
+  auto mapping = map_peer_memory(hello.fd, shape.bytes());
+  if (!mapping) return fail(Scope::peer, mapping.error().code, "the peer's outbox: {}", mapping.error().message);
+  inbox_memory_ = std::move(*mapping);
+  inbox_ = OutboxView(inbox_memory_.memory().data(), shape);
+  outgoing_.attach(inbox_);
+  incoming_.attach(inbox_);
+  death_watch_ = watch_process(hello.pid);
+  if (death_watch_) watch(death_watch_, id_.value | kDeathBit);
+  state_ = State::up;
+  around_.events.emplace_back(PeerUp{id_, hello.tail});
+  return {};
+}
+
+bool Connection::turn(Bytes& budget) {
+  if (state_ != State::up) return false;
+  const auto any = try_turn(budget);
+  if (!any) {
+    close(any.error());
+    return true;
+  }
+  if (*any) ring_bell();
+  return *any;
+}
+
+Expected<bool> Connection::try_turn(Bytes& budget) {
+  const auto collected = outgoing_.collect();
+  if (!collected) return collected;
+  const auto pumped = outgoing_.pump(socket_);
+  if (!pumped) return pumped;
+  auto consumed = incoming_.consume(budget);
+  if (consumed && incoming_.missing()) {
+    const RegionId missing = *incoming_.missing();
+    read_socket();
+    if (state_ != State::up) return true;
+    consumed = incoming_.consume(budget);
+    if (consumed && incoming_.missing() == missing)
+      return fail(Scope::peer, Code::parse, "the peer writes from region {}, which it never offered", missing.value);
+  }
+  if (!consumed) return consumed;
+  return *collected || *pumped || *consumed;
+}
+
+void Connection::pump() {
+  if (state_ != State::up) return;
+  const auto any = outgoing_.pump(socket_);
+  if (any && *any) ring_bell();  // an error is met again, and told, by the next turn
+}
+
+void Connection::ring_bell() {
+  const std::uint32_t sleeping = inbox_.header().sleeping.load();
+  if (sleeping % 2 == 0 || sleeping == rung_) return;
+  send(socket_, {Kind::bell, 0, 0, 0, 0}, {},
+       nullptr);  // if the socket is full, the peer has what wakes it; if it is gone, epoll says so
+  rung_ = sleeping;
+}
+
+bool Connection::sleep() {
+  if (state_ != State::up) return true;  // what comes next comes over the socket
+  auto& sleeping = outbox_.header().sleeping;
+  if (sleeping.load(std::memory_order_relaxed) % 2 == 0) sleeping.fetch_add(1);
+  const auto work = outgoing_.has_work();
+  return work && !*work && !incoming_.has_work();
+}
+
+void Connection::wake() {
+  auto& sleeping = outbox_.header().sleeping;
+  if (sleeping.load(std::memory_order_relaxed) % 2 == 1) sleeping.fetch_add(1);
+}
+
+void Connection::close(Error reason) {
+  if (state_ == State::down) return;
+  const bool tell = announced_ || state_ == State::up;
+  state_ = State::down;
+  outbox_.header().closed.store(1);
+  // Forked children may hold copies of these descriptors: say it, do not only drop ours.
+  shutdown(socket_.get(), SHUT_RDWR);
+  epoll_ctl(around_.epoll.get(), EPOLL_CTL_DEL, socket_.get(), nullptr);
+  if (death_watch_) epoll_ctl(around_.epoll.get(), EPOLL_CTL_DEL, death_watch_.get(), nullptr);
+  reason.scope = Scope::peer;
+  outgoing_.fail_all(reason);
+  if (tell) around_.events.emplace_back(PeerDown{id_, std::move(reason)});
+}
+
+}  // namespace kvloom::shm

@@ -1,0 +1,409 @@
+#include "kvloom/transport/shm/shm.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "tests/conformance/conformance.h"
+
+namespace kvloom {
+namespace {
+
+using shm::Kind;
+using shm::Message;
+using shm::Slot;
+using shm::SlotKind;
+using testing::HasSubstr;
+
+class ShmWorld : public ConformanceWorld {
+ public:
+  explicit ShmWorld(ShmOptions options) : options_(std::move(options)) { options_.listen = "*"; }
+  std::unique_ptr<Transport> endpoint(std::vector<std::byte> hello) override {
+    options_.hello = std::move(hello);
+    return *ShmTransport::make(options_);
+  }
+
+ private:
+  ShmOptions options_;
+};
+
+const Abilities kShm{.name = "shm",
+                     .can_fence_frozen_peer = true,
+                     .can_revoke = true,
+                     .needs_target_progress = true,
+                     .source_must_be_allocated = true,
+                     .crosses_processes = true};
+
+ConformanceCase shm_case(std::string name, ShmOptions options) {
+  return {std::move(name), [options] { return std::make_unique<ShmWorld>(options); }, kShm};
+}
+
+const auto kCases =
+    testing::Values(shm_case("one_thread", {}), shm_case("two_threads", {.copy_threads = 2}),
+                    shm_case("plain_kernel_and_tiny_rings", {.kernel = copy_kernels().front(), .slots = 16, .answers = 16}));
+INSTANTIATE_TEST_SUITE_P(Shm, TransportConformance, kCases, conformance_name);
+INSTANTIATE_TEST_SUITE_P(Shm, ProcessConformance, kCases, conformance_name);
+
+// --- options and addresses ------------------------------------------------------------------------------------------
+
+std::string refusal(ShmOptions options) {
+  const auto made = ShmTransport::make(std::move(options));
+  return made ? "" : to_string(made.error());
+}
+
+TEST(Shm, RefusesOptionsThatCantBeRight) {
+  EXPECT_THAT(refusal({.slots = 100}), HasSubstr("slots=100 answers=1024: both must be powers of two"));
+  EXPECT_THAT(refusal({.answers = 1ull << 40}), HasSubstr("powers of two"));
+  EXPECT_THAT(refusal({.copy_threads = 0}), HasSubstr("copy_threads=0 is not in 1..256"));
+  EXPECT_THAT(refusal({.hello = std::vector<std::byte>(1025)}), HasSubstr("a hello of 1025 bytes; the most is 1024"));
+  EXPECT_THAT(refusal({.listen = std::string(200, 'x')}), HasSubstr("has 200 characters; a name has 1 to 107"));
+}
+
+TEST(Shm, ANameBelongsToOneListener) {
+  const auto first = ShmTransport::make({.listen = "*"});
+  EXPECT_THAT(refusal({.listen = (*first)->address().substr(4)}), HasSubstr("Address already in use"));
+}
+
+TEST(Shm, AnEndpointWithoutANameCanOnlyConnect) {
+  Side a{*ShmTransport::make({}), {}};
+  Side b{*ShmTransport::make({.listen = "*"}), {}};
+  EXPECT_EQ(a.transport->address(), "");
+  ASSERT_TRUE(a.transport->connect(b.transport->address()));
+  EXPECT_TRUE(drive({&a, &b}, [&] { return b.all<PeerUp>().size() == 1; }));
+}
+
+TEST(Shm, WritesFromRegisteredMemoryAreRefusedWithAWayOut) {
+  Side a{*ShmTransport::make({}), {}};
+  Side b{*ShmTransport::make({.listen = "*"}), {}};
+  const PeerId peer = *a.transport->connect(b.transport->address());
+  std::vector<std::byte> memory(100);
+  const Region mine = *a.transport->register_memory(memory);
+  const PostId post = a.transport->write({mine.id(), {peer, RegionId(1), Bytes(100)}, kTag, {}});
+  ASSERT_TRUE(drive({&a, &b}, [&] { return a.completed(post) != nullptr; }));
+  EXPECT_THAT(to_string(a.completed(post)->delivered.error()), HasSubstr("shm writes read memory from allocate()"));
+}
+
+TEST(Shm, ServesNoMorePeersThanItsOptionsSay) {
+  Side b{*ShmTransport::make({.listen = "*", .most_peers = 2}), {}};
+  std::vector<Side> sides(3);
+  for (Side& side : sides) {
+    side.transport = *ShmTransport::make({});
+    ASSERT_TRUE(side.transport->connect(b.transport->address()));
+  }
+  ASSERT_TRUE(drive({&sides[0], &sides[1], &sides[2], &b}, [&] { return sides[2].all<PeerDown>().size() == 1; }));
+  EXPECT_EQ(b.all<PeerUp>().size(), 2u);
+}
+
+// --- forked children over a socketpair ------------------------------------------------------------------------------
+
+TEST(Shm, AForkedChildAdoptsItsEndOfASocketpair) {
+  std::array<int, 2> ends{};
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    close(ends[0]);
+    auto transport = *ShmTransport::make({.hello = bytes_of("child")});
+    Side side{nullptr, {}};
+    const auto parent = transport->adopt(ends[1]);
+    side.transport = std::move(transport);
+    const bool ok = parent && drive({&side}, [&] { return !side.all<Notice>().empty() || !side.all<PeerDown>().empty(); });
+    side.transport->notify(*parent, Tag(2), bytes_of("pong"));
+    const bool told = drive({&side}, [&] { return !side.all<Completed>().empty(); });
+    _exit(ok && told && side.all<Completed>()[0].delivered ? 0 : 1);
+  }
+  close(ends[1]);
+  auto transport = *ShmTransport::make({.hello = bytes_of("parent")});
+  const PeerId peer = *transport->adopt(ends[0]);
+  Side side{std::move(transport), {}};
+  ASSERT_TRUE(drive({&side}, [&] { return !side.all<PeerUp>().empty(); }));
+  EXPECT_EQ(side.all<PeerUp>()[0].hello, bytes_of("child"));
+  ASSERT_TRUE(side.transport->admit(peer, Tag(2)));
+  // The child admits nothing, so this fails, and its notice comes back when the parent is seen down: or never. It is the
+  // connection that counts.
+  side.transport->notify(peer, Tag(1), bytes_of("ping"));
+  ASSERT_TRUE(drive({&side}, [&] { return side.all<Completed>().size() == 1; }));
+  EXPECT_FALSE(side.all<Completed>()[0].delivered);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  EXPECT_TRUE(drive({&side}, [&] { return !side.all<PeerDown>().empty(); }));
+}
+
+TEST(Shm, ADeadPeerIsNoticedThoughAnotherProcessHoldsItsSocket) {
+  std::array<int, 2> ends{};
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    auto transport = *ShmTransport::make({});
+    Side side{nullptr, {}};
+    (void)transport->adopt(dup(ends[1]));
+    side.transport = std::move(transport);
+    drive({&side}, [] { return false; });
+    _exit(0);
+  }
+  Side side{nullptr, {}};
+  auto transport = *ShmTransport::make({});
+  (void)transport->adopt(ends[0]);
+  side.transport = std::move(transport);
+  ASSERT_TRUE(drive({&side}, [&] { return !side.all<PeerUp>().empty(); }));
+  kill(child, SIGKILL);
+  EXPECT_TRUE(drive({&side}, [&] { return !side.all<PeerDown>().empty(); }));  // ends[1] is still open here
+  EXPECT_THAT(to_string(side.all<PeerDown>()[0].reason), HasSubstr("the peer's process died"));
+  waitpid(child, nullptr, 0);
+  close(ends[1]);
+}
+
+// --- hostile peers --------------------------------------------------------------------------------------------------
+
+// A peer made by hand: it greets as it should unless told otherwise, and then says what a test wants.
+class Hostile {
+ public:
+  static constexpr shm::OutboxShape kShape{64, 16};
+
+  explicit Hostile(const std::string& address)
+      : socket_(*shm::connect_to(address.substr(4))),
+        outbox_memory_(*shm::make_shared_memory("hostile", kShape.bytes())),
+        outbox_(outbox_memory_.mapping.memory().data(), kShape) {}
+
+  void greet() { send({Kind::hello, 0, shm::kProtocol, kShape.slots, kShape.answers}, &outbox_memory_.fd); }
+  void send(const Message& message, const shm::Fd* fd = nullptr) {
+    ASSERT_EQ(shm::send(socket_, message, {}, fd), shm::Sent::yes);
+  }
+  void send_raw(std::span<const std::byte> bytes) {
+    ASSERT_EQ(::send(socket_.get(), bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+  }
+  void offer(std::uint64_t region, Bytes length, std::uint64_t said) {
+    const auto memory = shm::make_shared_memory("hostile", length);
+    send({Kind::offer, 0, region, said, 0}, &memory->fd);
+  }
+  void put(const Slot& slot) {
+    outbox_.put(outbox_.slot(outbox_.header().produced.load()), slot);
+    outbox_.header().produced.fetch_add(1);
+  }
+  void begin_write(std::uint64_t operation, std::uint64_t source, std::uint64_t target, std::uint64_t runs) {
+    Slot slot = {};
+    slot.kind = SlotKind::write;
+    slot.operation = operation;
+    slot.write = {kTag.value, source, target, runs};
+    put(slot);
+  }
+  void put_run(std::int64_t source_offset, std::int64_t target_offset, std::int64_t bytes, std::int64_t count = 1,
+               std::int64_t source_step = 0, std::int64_t target_step = 0) {
+    Slot slot = {};
+    slot.kind = SlotKind::run;
+    slot.run = {source_offset, target_offset, bytes, count, source_step, target_step};
+    put(slot);
+  }
+  shm::OutboxHeader& header() { return outbox_.header(); }
+  shm::OutboxView outbox() { return outbox_; }
+
+ private:
+  shm::Fd socket_;
+  shm::SharedMemory outbox_memory_;
+  shm::OutboxView outbox_;
+};
+
+class HostilePeer : public testing::Test {
+ protected:
+  HostilePeer() {
+    side_.transport = *ShmTransport::make({.listen = "*"});
+    memory_.assign(4096, std::byte{7});
+    region_ = *side_.transport->register_memory(memory_);
+    hostile_ = std::make_unique<Hostile>(side_.transport->address());
+  }
+
+  // Greeted, and its tag admitted.
+  void meet() {
+    hostile_->greet();
+    ASSERT_TRUE(drive({&side_}, [&] { return !side_.all<PeerUp>().empty(); }));
+    peer_ = side_.all<PeerUp>()[0].peer;
+    ASSERT_TRUE(side_.transport->admit(peer_, kTag));
+  }
+
+  // What the transport found wrong; the rest of it goes on, and no memory was touched.
+  std::string verdict() {
+    EXPECT_TRUE(drive({&side_}, [&] { return !side_.all<PeerDown>().empty(); }));
+    for (const std::byte b : memory_) EXPECT_EQ(b, std::byte{7});
+    return side_.all<PeerDown>().empty() ? "nothing" : to_string(side_.all<PeerDown>()[0].reason);
+  }
+
+  std::vector<std::byte> memory_;
+  Side side_;
+  Region region_;
+  std::unique_ptr<Hostile> hostile_;
+  PeerId peer_;
+};
+
+TEST_F(HostilePeer, CanWriteWhatItMay) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 1);
+  hostile_->put_run(0, 0, 4096);
+  EXPECT_TRUE(drive({&side_}, [&] { return memory_[4095] == std::byte{0}; }));
+}
+
+TEST_F(HostilePeer, IsDroppedBeforeItIsUpIfItsGreetingIsWrong) {
+  const auto gone = [&](const std::function<void(Hostile&)>& greet) {
+    Hostile peer(side_.transport->address());
+    greet(peer);
+    const auto seen = side_.events.size();
+    for (int i = 0; i < 20; ++i) side_.poll();
+    return side_.events.size() == seen;  // nobody was told of it
+  };
+  const auto outbox = shm::make_shared_memory("x", Hostile::kShape.bytes());
+  const shm::Fd unsealed(memfd_create("x", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(ftruncate(unsealed.get(), Hostile::kShape.bytes().value), 0);
+  const auto small = shm::make_shared_memory("x", Bytes(4096));
+  const shm::Fd file(open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send_raw(bytes_of("nonsense")); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send_raw(std::vector<std::byte>(5000)); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::bell, 0, 0, 0, 0}); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}); })) << "no descriptor";
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol + 1, 64, 16}, &outbox->fd); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 63, 16}, &outbox->fd); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, std::uint64_t{1} << 63, 16}, &outbox->fd); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}, &unsealed); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}, &small->fd); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}, &file); }));
+}
+
+TEST_F(HostilePeer, CannotWriteOutsideOfARegion) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 1);
+  hostile_->put_run(0, 4000, 97);
+  EXPECT_THAT(verdict(), HasSubstr("the peer's run: target bytes [4000, 4097) are outside of the region's [0, 4096)"));
+}
+
+TEST_F(HostilePeer, CannotReadOutsideOfItsOwn) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 1);
+  hostile_->put_run(4096, 0, 1);
+  EXPECT_THAT(verdict(), HasSubstr("the peer's run: source bytes [4096, 4097)"));
+}
+
+TEST_F(HostilePeer, CannotOverflowOurSums) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 1);
+  hostile_->put_run(0, 8, 8, std::numeric_limits<std::int64_t>::max(), 0, -8);
+  EXPECT_THAT(verdict(), HasSubstr("does not fit 64 bits"));
+}
+
+TEST_F(HostilePeer, CannotSayThatItsMemoryIsLonger) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 8192);
+  EXPECT_THAT(verdict(), HasSubstr("the peer offers region 1: a memfd of 4096 bytes where 8192 were said"));
+}
+
+TEST_F(HostilePeer, CannotOfferARegionTwiceOrWithAbsurdLengths) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->offer(1, Bytes(4096), 4096);
+  EXPECT_THAT(verdict(), HasSubstr("the peer offers region 1 twice"));
+}
+
+TEST_F(HostilePeer, CannotOfferAnAbsurdLength) {
+  meet();
+  hostile_->offer(1, Bytes(4096), std::uint64_t{1} << 63);
+  EXPECT_THAT(verdict(), HasSubstr("a region of 9223372036854775808 bytes"));
+}
+
+TEST_F(HostilePeer, CannotWriteFromMemoryThatItNeverOffered) {
+  meet();
+  hostile_->begin_write(0, 9, region_.id().value, 1);
+  EXPECT_THAT(verdict(), HasSubstr("the peer writes from region 9, which it never offered"));
+}
+
+TEST_F(HostilePeer, CannotWithdrawMemoryThatAWriteReads) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 2);
+  for (int i = 0; i < 10; ++i) side_.poll();
+  hostile_->send({Kind::withdraw, 0, 1, 0, 0});
+  for (int i = 0; i < 10; ++i) side_.poll();
+  hostile_->put_run(0, 0, 4096);
+  EXPECT_THAT(verdict(), HasSubstr("the peer withdrew region 1 while a write reads it"));
+}
+
+TEST_F(HostilePeer, CannotFillMoreThanItsRing) {
+  meet();
+  hostile_->header().produced.store(65);
+  EXPECT_THAT(verdict(), HasSubstr("65 slots wait in a ring of 64"));
+}
+
+TEST_F(HostilePeer, CannotSkipAnOperation) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(5, 1, region_.id().value, 0);
+  EXPECT_THAT(verdict(), HasSubstr("operation 5, where operation 0 should begin"));
+}
+
+TEST_F(HostilePeer, CannotPutSomethingElseWhereARunShouldBe) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 1);
+  hostile_->begin_write(1, 1, region_.id().value, 1);
+  EXPECT_THAT(verdict(), HasSubstr("slot 1 is of kind 1, where a run should be"));
+}
+
+TEST_F(HostilePeer, CannotSendANoticeOfAnyLength) {
+  meet();
+  Slot slot = {};
+  slot.kind = SlotKind::notice;
+  slot.notice = {kTag.value, std::uint64_t{1} << 40};
+  hostile_->put(slot);
+  EXPECT_THAT(verdict(), HasSubstr("the peer's notice has 1099511627776 bytes"));
+}
+
+TEST_F(HostilePeer, CannotGreetTwice) {
+  meet();
+  hostile_->greet();
+  EXPECT_THAT(verdict(), HasSubstr("greeting is not its first message, or came twice"));
+}
+
+TEST_F(HostilePeer, CannotAnswerWhatWasNotAsked) {
+  meet();
+  hostile_->header().answered.store(3);
+  EXPECT_THAT(verdict(), HasSubstr("the peer answered 3 operations of 0 that it was sent"));
+}
+
+TEST_F(HostilePeer, CannotVouchForOtherCounts) {
+  meet();
+  side_.transport->notify(peer_, kTag, bytes_of("four"));
+  hostile_->outbox().put(hostile_->outbox().answer(0), shm::Answer{shm::Outcome::delivered, 3});
+  hostile_->header().answered.store(1);
+  EXPECT_THAT(verdict(), HasSubstr("the peer vouches for 3 bytes of 4"));
+  ASSERT_EQ(side_.all<Completed>().size(), 1u);
+  EXPECT_FALSE(side_.all<Completed>()[0].delivered);
+}
+
+TEST_F(HostilePeer, CannotTakeMoreThanItWasSent) {
+  meet();
+  hostile_->header().consumed.store(100);
+  side_.transport->notify(peer_, kTag, bytes_of("four"));
+  EXPECT_THAT(verdict(), HasSubstr("the peer took 100 slots of 0 that it was sent"));
+}
+
+TEST_F(HostilePeer, WhoClosesIsNotBelievedEvenIfAllWasCopied) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->header().closed.store(1);
+  Slot slot = {};
+  slot.kind = SlotKind::notice;
+  slot.notice = {kTag.value, 0};
+  hostile_->put(slot);
+  EXPECT_THAT(verdict(), HasSubstr("the peer closed the connection"));
+  EXPECT_TRUE(side_.all<Notice>().empty());
+}
+
+}  // namespace
+}  // namespace kvloom
