@@ -1,0 +1,218 @@
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+
+#include "kvloom/bind/bind.h"
+#include "kvloom/landing/checksum.h"
+#include "kvloom/landing/coverage.h"
+#include "kvloom/tools/run_rank.h"
+#include "kvloom/tools/run_ranks.h"
+#include "kvloom/transport/copy.h"
+
+namespace kvloom {
+namespace {
+
+constexpr std::int64_t kProgressNs = 50'000'000;
+
+class DecodeRank : public RankProcess {
+ public:
+  using RankProcess::RankProcess;
+
+  Expected<void> run() {
+    if (auto ok = prepare(); !ok) return ok;
+    if (auto ok = parent_.send({{"say", "ready"}, {"address", transport_->address()}, {"keys", keys_}}); !ok) return ok;
+    for (;;) {
+      const auto message = next_message();
+      if (!message) return tl::unexpected(message.error());
+      const std::string say = (*message)["say"];
+      Expected<nlohmann::json> answer;
+      if (say == "peers") answer = await_sources();
+      else if (say == "go") answer = land((*message)["stage"]);
+      else if (say == "check") answer = check();
+      else if (say == "refill") answer = refill();
+      else if (say == "copy") answer = copy((*message)["pages"]);
+      else return {};  // quit
+      if (!answer) return tl::unexpected(answer.error());
+      if (auto ok = parent_.send(*answer); !ok) return ok;
+    }
+  }
+
+ private:
+  RankCache cache() const { return {&job_.loom.plan, false, rank_, &job_.loom.tables.decode, job_.tokens}; }
+
+  Expected<void> prepare() {
+    if (auto ok = open_transport(true); !ok) return ok;
+    if (auto ok = open_memory(job_.loom, map_, region_); !ok) return ok;
+    fill_canary(cache(), map_, region_.memory());
+    if (job_.naive) return open_memory(job_.naive->send, staging_map_, staging_);
+    return {};
+  }
+
+  Expected<void> open_memory(const Scheme& scheme, TensorMap& map, Region& region) {
+    auto made = TensorMap::make(scheme.plan, false, rank_, scheme.tables.decode);
+    if (!made) return tl::unexpected(made.error());
+    map = std::move(*made);
+    if (map.length() == 0) {
+      keys_.push_back("");
+      return {};
+    }
+    auto allocated = transport_->allocate(Bytes(map.length()));
+    if (!allocated) return tl::unexpected(allocated.error());
+    region = std::move(*allocated);
+    const auto key = transport_->export_region(region.id());
+    if (!key) return tl::unexpected(key.error());
+    keys_.push_back(to_hex(*key));
+    return {};
+  }
+
+  // Every linked prefill rank connects; both stages of each are admitted.
+  Expected<nlohmann::json> await_sources() {
+    std::int32_t expected = 0;
+    for (std::int32_t s = 0; s < job_.loom.plan.source().ranks(); ++s) expected += job_.linked(Rank(s), rank_) ? 1 : 0;
+    while (expected > 0)
+      for (const Event& event : poll()) {
+        if (const auto* down = std::get_if<PeerDown>(&event)) return tl::unexpected(down->reason);
+        const auto* up = std::get_if<PeerUp>(&event);
+        if (up == nullptr) continue;
+        --expected;
+        for (const int stage : {kLoomStage, kNaiveStage})
+          if (auto ok = transport_->admit(up->peer, tag_of(stage)); !ok) return tl::unexpected(ok.error());
+      }
+    return nlohmann::json{{"say", "connected"}};
+  }
+
+  // What every source owes of every layer, from the plan and the tables.
+  Expected<Coverage> owed(const Scheme& scheme) const {
+    std::vector<Owed> all;
+    for (std::int32_t s = 0; s < scheme.plan.source().ranks(); ++s)
+      for (std::int32_t g = 0; g < static_cast<std::int32_t>(scheme.plan.groups().size()); ++g) {
+        const auto path = scheme.plan.path(g, Rank(s), rank_);
+        if (!path) continue;
+        const auto group = static_cast<std::size_t>(g);
+        const auto bound = bind(scheme.plan, *path, scheme.tables.prefill[group].of(Rank(s)), scheme.tables.decode[group].of(rank_), job_.range());
+        if (!bound) return tl::unexpected(bound.error());
+        for (const LayerId layer : scheme.plan.layer_ids(*path)) all.push_back({Rank(s), {g, layer}, bound->bytes()});
+      }
+    return Coverage::make(all);
+  }
+
+  Expected<nlohmann::json> land(int stage) {
+    auto coverage = owed(stage == kLoomStage ? job_.loom : job_.naive->send);
+    if (!coverage) return tl::unexpected(coverage.error());
+    std::int64_t said = now_ns();
+    while (!coverage->complete()) {
+      for (const Event& event : poll()) {
+        if (const auto* down = std::get_if<PeerDown>(&event)) return tl::unexpected(down->reason);
+        if (const auto* notice = std::get_if<Notice>(&event))
+          if (auto ok = take_notice(*notice, stage, *coverage); !ok) return tl::unexpected(ok.error());
+      }
+      if (now_ns() - said < kProgressNs) continue;
+      said = now_ns();
+      if (auto ok = parent_.send({{"say", "progress"}, {"bytes", coverage->covered().value}}); !ok) return tl::unexpected(ok.error());
+    }
+    const std::int64_t landed_at = now_ns();
+    if (stage == kNaiveStage)
+      if (auto ok = keep_own_part(); !ok) return tl::unexpected(ok.error());
+    return nlohmann::json{{"say", "landed"}, {"bytes", coverage->covered().value}, {"landed_at", landed_at}, {"done_at", now_ns()}};
+  }
+
+  static Expected<void> take_notice(const Notice& notice, int stage, Coverage& coverage) {
+    LayerNotice said;
+    if (notice.payload.size() != sizeof said) return fail(Code::parse, "a notice of {} B", notice.payload.size());
+    std::memcpy(&said, notice.payload.data(), sizeof said);
+    if (said.stage != stage) return fail(Code::parse, "a notice of stage {} in stage {}", said.stage, stage);
+    return coverage.landed(Rank(said.source), {said.group, LayerId(said.layer)}, Bytes(said.bytes));
+  }
+
+  // The end of the naive way: from the staged whole sequence to this rank's own pages.
+  Expected<void> keep_own_part() {
+    const Scheme& keep = job_.naive->keep;
+    const CopyKernel kernel = best_copy_kernel();
+    std::vector<Run> runs(512);
+    std::vector<CopyJob> jobs;
+    for (std::int32_t g = 0; g < static_cast<std::int32_t>(keep.plan.groups().size()); ++g) {
+      const auto path = keep.plan.path(g, Rank(0), rank_);
+      if (!path) continue;
+      const auto group = static_cast<std::size_t>(g);
+      auto bound = bind(keep.plan, *path, keep.tables.prefill[group].of(Rank(0)), keep.tables.decode[group].of(rank_), job_.range());
+      if (!bound) return tl::unexpected(bound.error());
+      for (const LayerId layer : keep.plan.layer_ids(*path)) {
+        bound->rewind();
+        const std::byte* from = staging_.base() + staging_map_.find(g, layer).offset;
+        std::byte* to = region_.base() + map_.find(g, layer).offset;
+        while (const std::size_t n = bound->next(runs)) {
+          jobs.clear();
+          std::int64_t bytes = 0;
+          for (std::size_t i = 0; i < n; ++i) {
+            jobs.push_back({to, from, runs[i]});
+            bytes += runs[i].total().value;
+          }
+          copy_range(kernel, jobs, 0, bytes);
+        }
+      }
+    }
+    return {};
+  }
+
+  Expected<nlohmann::json> check() const {
+    const CheckResult result = check_memory(cache(), map_, job_.range(), region_.memory());
+    Checksum sum;
+    for (const Tensor& tensor : map_.tensors()) {
+      const GroupSide& side = cache().side(tensor.group);
+      if (side.places[static_cast<std::size_t>(rank_.value)].replica != 0) continue;
+      const TokenRange range = wanted(side, job_.range());
+      sum += checksum(side, rank_, tensor.layer, region_.memory().subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)),
+                      cache().table(tensor.group), range.begin, range.end, job_.tokens);
+    }
+    return nlohmann::json{{"say", "checked"}, {"wanted", result.wanted}, {"wrong", result.wrong}, {"sum", sum.sum}, {"rows", sum.rows}};
+  }
+
+  Expected<nlohmann::json> refill() {
+    fill_canary(cache(), map_, region_.memory());
+    return nlohmann::json{{"say", "ready"}};
+  }
+
+  // What memcpy does with as many bytes as this rank gets: in one piece, or page by page to the same pages.
+  Expected<nlohmann::json> copy(bool pages) {
+    if (scratch_.empty()) scratch_.resize(static_cast<std::size_t>(map_.length()), std::byte{1});
+    const std::int64_t from = now_ns();
+    std::int64_t bytes = 0;
+    if (pages) {
+      bytes = copy_pages();
+    } else {
+      std::memcpy(region_.base(), scratch_.data(), scratch_.size());
+      bytes = map_.length();
+    }
+    return nlohmann::json{{"say", "copied"}, {"bytes", bytes}, {"from", from}, {"to", now_ns()}};
+  }
+
+  std::int64_t copy_pages() {
+    std::int64_t bytes = 0;
+    std::minstd_rand random(1);
+    for (const Tensor& tensor : map_.tensors()) {
+      const GroupSide& side = cache().side(tensor.group);
+      const auto table = cache().table(tensor.group);
+      const std::int64_t stride = side.layout.page_stride(), pages = tensor.length / stride;
+      const std::int64_t parts = side.tokens.rule == TokenRule::value ? side.tokens.parts : 1;
+      for (const PageId page : table) {
+        const std::int64_t to = page.value / parts, source = static_cast<std::int64_t>(random()) % pages;
+        std::memcpy(region_.base() + tensor.offset + to * stride, scratch_.data() + tensor.offset + source * stride, static_cast<std::size_t>(stride));
+        bytes += stride;
+      }
+    }
+    return bytes;
+  }
+
+  TensorMap map_, staging_map_;
+  Region region_, staging_;
+  std::vector<std::string> keys_;  // of region_ and staging_, for the sources
+  std::vector<std::byte> scratch_;
+};
+
+}  // namespace
+
+Expected<void> run_decode_rank(const RunJob& job, Rank rank, Channel& parent) { return DecodeRank(job, rank, parent).run(); }
+
+}  // namespace kvloom
