@@ -138,7 +138,7 @@ TEST(Sharding, RefusesEveryWrongWord) {
   for (const auto& [text, words] : wrong) {
     const auto made = Sharding::parse(text);
     EXPECT_TRUE(says(made, words)) << text;
-    if (!made) EXPECT_NE(made.error().message.find("^"), std::string::npos) << text;
+    EXPECT_TRUE(says(made, "^")) << text;
   }
 }
 
@@ -212,7 +212,7 @@ RC_GTEST_PROP(ShardingLaw, SurvivesAnyText, ()) {
   const std::string text = *rc::gen::container<std::string>(
       rc::gen::elementOf(std::string("tpdc=:,/0189 layersintgvoukx_-")));
   const auto made = Sharding::parse(text);
-  if (made) RC_ASSERT(Sharding::parse(to_string(*made)) == made);
+  if (made) RC_ASSERT(Sharding::parse(to_string(*made)).value() == *made);
 }
 
 }  // namespace

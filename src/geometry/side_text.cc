@@ -21,9 +21,12 @@ std::string quoted(std::string_view text) {
   std::string out = "\"";
   for (const char c : text) {
     const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte == 0x7f) out += fmt::format("\\x{:02x}", byte);
-    else if (c == '"' || c == '\\') out += std::string("\\") + c;
-    else out += c;
+    if (byte < 0x20 || byte == 0x7f)
+      out += fmt::format("\\x{:02x}", byte);
+    else if (c == '"' || c == '\\')
+      out += std::string("\\") + c;
+    else
+      out += c;
   }
   return out + '"';
 }
@@ -34,9 +37,11 @@ std::string group_line(const CacheGroup& group) {
   std::string planes;
   for (const PlaneShape& plane : group.planes)
     planes += fmt::format("{}{}:{}:{}", planes.empty() ? "" : ",", plane.name, plane.bytes, plane.element_bytes);
-  std::string out = fmt::format("group {} {} layers {} heads {} planes {}", group.name, group.kind == GroupKind::paged ? "paged" : "state",
-                                list_text(layers), group.heads, planes);
-  if (group.window) out += fmt::format(" window {}:{}", group.window->kind == Window::Kind::sliding ? "sliding" : "chunked", group.window->tokens);
+  std::string out = fmt::format("group {} {} layers {} heads {} planes {}", group.name,
+                                group.kind == GroupKind::paged ? "paged" : "state", list_text(layers), group.heads, planes);
+  if (group.window)
+    out +=
+        fmt::format(" window {}:{}", group.window->kind == Window::Kind::sliding ? "sliding" : "chunked", group.window->tokens);
   return out + '\n';
 }
 
@@ -60,7 +65,8 @@ void append_parts(std::string& out, const char* axis, const std::vector<StridedS
 void append_places(std::string& out, const GroupSide& group) {
   std::map<std::tuple<std::int32_t, std::int32_t, std::int32_t>, std::vector<std::int32_t>> ranks;
   for (std::size_t r = 0; r < group.places.size(); ++r)
-    if (const Place& at = group.places[r]; at.holds) ranks[{at.layers, at.heads, at.tokens}].push_back(static_cast<std::int32_t>(r));
+    if (const Place& at = group.places[r]; at.holds)
+      ranks[{at.layers, at.heads, at.tokens}].push_back(static_cast<std::int32_t>(r));
   for (const auto& [part, list] : ranks)
     out += fmt::format("  place {}.{}.{} ranks {}\n", std::get<0>(part), std::get<1>(part), std::get<2>(part), list_text(list));
 }
@@ -68,8 +74,8 @@ void append_places(std::string& out, const GroupSide& group) {
 void append_group(std::string& out, const GroupSide& group) {
   out += fmt::format("  layout page {} stride {}\n", group.layout.page_tokens(), group.layout.page_stride());
   for (const PlaneLayout& plane : group.layout.planes())
-    out += fmt::format("  plane {} offset {} token {} head {} bytes {} content {} element {}\n", plane.name, plane.offset, plane.token_stride,
-                       plane.head_stride, plane.bytes, plane.content_stride, plane.element_bytes);
+    out += fmt::format("  plane {} offset {} token {} head {} bytes {} content {} element {}\n", plane.name, plane.offset,
+                       plane.token_stride, plane.head_stride, plane.bytes, plane.content_stride, plane.element_bytes);
   append_parts(out, "layers", group.layer_parts);
   append_parts(out, "heads", group.head_parts);
   out += fmt::format("  parts tokens {}\n", token_parts(group.tokens));
@@ -78,7 +84,8 @@ void append_group(std::string& out, const GroupSide& group) {
 
 // ---- reading ----
 
-// Takes words and numbers off the front of one line. Once something is wrong all later answers are empty or 0: asked at the line's end.
+// Takes words and numbers off the front of one line. Once something is wrong all later answers are empty or 0: asked at the
+// line's end.
 class LineReader {
  public:
   explicit LineReader(const TextLine& line) : line_(line), rest_(line.text) {}
@@ -140,12 +147,16 @@ std::string LineReader::quoted() {
     std::int32_t byte = 0;
     if (begins("\\x")) {
       const auto [end, error] = std::from_chars(rest_.data(), rest_.data() + std::min<std::size_t>(2, rest_.size()), byte, 16);
-      if (error != std::errc()) wrong("two hex digits");
-      else rest_.remove_prefix(static_cast<std::size_t>(end - rest_.data()));
+      if (error != std::errc())
+        wrong("two hex digits");
+      else
+        rest_.remove_prefix(static_cast<std::size_t>(end - rest_.data()));
     } else {
       begins("\\");
-      if (rest_.empty()) wrong("a closing \"");
-      else byte = rest_.front();
+      if (rest_.empty())
+        wrong("a closing \"");
+      else
+        byte = rest_.front();
       rest_.remove_prefix(std::min<std::size_t>(1, rest_.size()));
     }
     out += static_cast<char>(byte);
@@ -160,7 +171,8 @@ std::vector<LayerId> LineReader::layers() {
     const std::int64_t last = begins("-") ? number(INT32_MAX - 1) : first;
     const std::int64_t step = begins("/") ? std::max<std::int64_t>(1, number(INT32_MAX)) : 1;
     if (last < first) wrong(fmt::format("a layer from {} up", first));
-    if (static_cast<std::int64_t>(out.size()) + (last - first) / step >= kMaxLayers) wrong(fmt::format("at most {} layers", kMaxLayers));
+    if (static_cast<std::int64_t>(out.size()) + (last - first) / step >= kMaxLayers)
+      wrong(fmt::format("at most {} layers", kMaxLayers));
     for (std::int64_t layer = first; ok() && layer <= last; layer += step) out.emplace_back(static_cast<std::int32_t>(layer));
   } while (ok() && begins(","));
   return out;
@@ -187,13 +199,20 @@ class SideReader {
 
  private:
   void take(LineReader& line) {
-    if (line.begins("words ")) words(line);
-    else if (line.begins("page ")) values_.default_page = line.number(INT64_MAX);
-    else if (line.begins("model ")) model(line);
-    else if (line.begins("group ")) group(line);
-    else if (!values_.groups.empty() && line.begins("  layout page ")) layout(line);
-    else if (!values_.groups.empty() && line.begins("  plane ")) plane(line);
-    else line.rest();  // follows from the others; compared when all is printed again
+    if (line.begins("words "))
+      words(line);
+    else if (line.begins("page "))
+      values_.default_page = line.number(INT64_MAX);
+    else if (line.begins("model "))
+      model(line);
+    else if (line.begins("group "))
+      group(line);
+    else if (!values_.groups.empty() && line.begins("  layout page "))
+      layout(line);
+    else if (!values_.groups.empty() && line.begins("  plane "))
+      plane(line);
+    else
+      line.rest();  // follows from the others; compared when all is printed again
   }
 
   void words(LineReader& line) {
@@ -211,8 +230,10 @@ class SideReader {
     if (values_.groups.size() >= kMaxGroups) return line.wrong(fmt::format("at most {} groups", kMaxGroups));
     CacheGroup group;
     group.name = line.name();
-    if (line.begins(" state")) group.kind = GroupKind::state;
-    else line.expect(" paged");
+    if (line.begins(" state"))
+      group.kind = GroupKind::state;
+    else
+      line.expect(" paged");
     line.expect(" layers ");
     group.layers = line.layers();
     layers_ += static_cast<std::int64_t>(group.layers.size());
@@ -237,8 +258,10 @@ class SideReader {
 
   static Window window(LineReader& line) {
     Window out;
-    if (line.begins("chunked:")) out.kind = Window::Kind::chunked;
-    else line.expect("sliding:");
+    if (line.begins("chunked:"))
+      out.kind = Window::Kind::chunked;
+    else
+      line.expect("sliding:");
     out.tokens = line.number(INT64_MAX);
     return out;
   }
@@ -285,12 +308,14 @@ std::string undigested(const Side& side) {
 }  // namespace
 
 void append_side(std::string& out, const Side& side) {
-  out += fmt::format("words {}\npage {}\nmodel {} layers {}\n", to_string(side.sharding()), side.default_page(), side.shape().layers(),
-                     quoted(side.shape().model()));
+  out += fmt::format("words {}\npage {}\nmodel {} layers {}\n", to_string(side.sharding()), side.default_page(),
+                     side.shape().layers(), quoted(side.shape().model()));
   for (const CacheGroup& group : side.shape().groups()) {
     out += group_line(group);
-    if (const GroupSide* at = side.find(group.name)) append_group(out, *at);
-    else out += "  absent\n";
+    if (const GroupSide* at = side.find(group.name))
+      append_group(out, *at);
+    else
+      out += "  absent\n";
   }
 }
 
@@ -316,7 +341,8 @@ std::string to_string(const Side& side) {
 }
 
 Expected<Side> parse_side(std::string_view text) {
-  if (text.size() > kMaxTextBytes) return fail(Code::exhausted, "a side's text of {} B: at most {} are read", text.size(), kMaxTextBytes);
+  if (text.size() > kMaxTextBytes)
+    return fail(Code::exhausted, "a side's text of {} B: at most {} are read", text.size(), kMaxTextBytes);
   const auto lines = split_lines(text);
   if (lines.empty() || lines.front().text != kHeader)
     return unlike(lines.empty() ? TextLine{1, {}} : lines.front(), fmt::format("'{}'", kHeader));

@@ -1,6 +1,7 @@
 // side_text.h: a side as text that people read and diff, and that reads back.  Stage: describe.
-// Law (check_side_text): parse_side(to_string(side)) prints the same, and no other text is accepted. Only the lines `words`, `page`, `model`,
-// `group`, `layout` and `plane` are read; the rest follows from them, is there for people, and must be as we would write it.
+// Law (check_side_text): parse_side(to_string(side)) prints the same, and no other text is accepted. Only the lines `words`,
+// `page`, `model`, `group`, `layout` and `plane` are read; the rest follows from them, is there for people, and must be as we
+// would write it.
 //
 //   kvloom side 1
 //   words cp=8:layers                                          the sharding words
@@ -28,8 +29,8 @@ inline constexpr std::size_t kMaxTextBytes = std::size_t{1} << 22;  // of a text
 
 std::string to_string(const Side& side);
 
-// @error parse: the line's number, what stands there and what was expected; exhausted: too much of anything (geometry/side_values.h);
-//        what the factories refuse, with the line or the sharding words that are wrong
+// @error parse: the line's number, what stands there and what was expected; exhausted: too much of anything
+//        (geometry/side_values.h); what the factories refuse, with the line or the sharding words that are wrong
 Expected<Side> parse_side(std::string_view text);
 
 // 128 bits of XXH3 over the text form, 32 hex digits: what two peers compare.

@@ -14,8 +14,10 @@ std::int64_t size_of(const auto& list) { return static_cast<std::int64_t>(list.s
 
 Expected<void> check_counts(const SideValues& values) {
   if (values.groups.size() > kMaxGroups) return beyond("cache groups", size_of(values.groups), std::int64_t{kMaxGroups});
-  if (values.model.size() > kMaxNameBytes) return beyond("bytes of the model's name", size_of(values.model), std::int64_t{kMaxNameBytes});
-  if (values.words.size() > kMaxWordsBytes) return beyond("bytes of sharding words", size_of(values.words), std::int64_t{kMaxWordsBytes});
+  if (values.model.size() > kMaxNameBytes)
+    return beyond("bytes of the model's name", size_of(values.model), std::int64_t{kMaxNameBytes});
+  if (values.words.size() > kMaxWordsBytes)
+    return beyond("bytes of sharding words", size_of(values.words), std::int64_t{kMaxWordsBytes});
   std::int64_t layers = 0;
   for (std::size_t g = 0; g < values.groups.size(); ++g) {
     const CacheGroup& group = values.groups[g];
@@ -23,7 +25,8 @@ Expected<void> check_counts(const SideValues& values) {
     if (layers > kMaxLayers) return beyond("layers of all groups", layers, kMaxLayers);
     if (group.heads > kMaxHeads) return beyond("heads of group " + group.name, group.heads, kMaxHeads);
     const auto planes = std::max(group.planes.size(), values.layouts[g] ? values.layouts[g]->planes.size() : 0);
-    if (planes > kMaxPlanes) return beyond("planes of group " + group.name, static_cast<std::int64_t>(planes), std::int64_t{kMaxPlanes});
+    if (planes > kMaxPlanes)
+      return beyond("planes of group " + group.name, static_cast<std::int64_t>(planes), std::int64_t{kMaxPlanes});
   }
   return {};
 }
@@ -33,7 +36,8 @@ Expected<void> check_pieces(const SideValues& values, const Sharding& sharding) 
   std::int64_t sum = 0;
   const auto add = [&](const CacheGroup& group, std::int64_t tokens, bool strided) {
     for (const PlaneShape& plane : group.planes) {  // what is not positive is refused later, by who reads it
-      const std::int64_t elements = strided && plane.element_bytes > 0 ? std::max<std::int64_t>(1, plane.bytes / plane.element_bytes) : 1;
+      const std::int64_t elements =
+          strided && plane.element_bytes > 0 ? std::max<std::int64_t>(1, plane.bytes / plane.element_bytes) : 1;
       const auto slots = checked_mul(std::max<std::int64_t>(1, tokens), std::max(1, group.heads));
       const auto pieces = slots ? checked_mul(*slots, elements) : std::nullopt;
       sum = pieces && *pieces <= kMaxReadPieces ? sum + *pieces : kMaxReadPieces + 1;
@@ -48,8 +52,8 @@ Expected<void> check_pieces(const SideValues& values, const Sharding& sharding) 
     const bool strided = own.strides || own.order.value_or(side.order.value_or(PageOrder::nhd)) == PageOrder::cpu;
     const std::int64_t tokens = own.page_tokens.value_or(side.page_tokens.value_or(values.default_page));
     const auto& given = values.layouts[g];
-    const bool given_strided =
-        given && std::any_of(given->planes.begin(), given->planes.end(), [](const PlaneLayout& p) { return p.content_stride != 0; });
+    const bool given_strided = given && std::any_of(given->planes.begin(), given->planes.end(),
+                                                    [](const PlaneLayout& p) { return p.content_stride != 0; });
     if (!add(group, tokens, strided) || (given && !add(group, given->page_tokens, given_strided)))
       return beyond("pieces of a page of group " + group.name + " and those before it", sum, kMaxReadPieces);
   }
@@ -68,12 +72,14 @@ Expected<void> check_planes(const CacheGroup& group, const LayoutValues& given) 
 }  // namespace
 
 SideValues values_of(const Side& side) {
-  SideValues out{to_string(side.sharding()), side.default_page(), side.shape().model(), side.shape().layers(), side.shape().groups(), {}};
+  SideValues out{to_string(side.sharding()), side.default_page(),   side.shape().model(),
+                 side.shape().layers(),      side.shape().groups(), {}};
   for (CacheGroup& group : out.groups) {
     group.note.clear();
     const GroupSide* at = side.find(group.name);
-    out.layouts.push_back(at == nullptr ? std::nullopt
-                                        : std::optional(LayoutValues{at->layout.page_tokens(), at->layout.page_stride(), at->layout.planes()}));
+    out.layouts.push_back(
+        at == nullptr ? std::nullopt
+                      : std::optional(LayoutValues{at->layout.page_tokens(), at->layout.page_stride(), at->layout.planes()}));
   }
   return out;
 }

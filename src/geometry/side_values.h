@@ -1,7 +1,7 @@
 // side_values.h: a side as plain values, for its text and wire forms.  Stage: describe.
-// A Side follows from few values: the model's groups, the sharding words, the default page, and each group's layout. Only these travel; who
-// reads them makes the side anew through the checked factories, so that no text and no bytes can make a side that breaks a law.
-// These values come from a peer: they are bounded here, before any work that grows with them.
+// A Side follows from few values: the model's groups, the sharding words, the default page, and each group's layout. Only these
+// travel; who reads them makes the side anew through the checked factories, so that no text and no bytes can make a side that
+// breaks a law. These values come from a peer: they are bounded here, before any work that grows with them.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ inline constexpr std::int64_t kMaxLayers = 65536;       // of all groups togethe
 inline constexpr std::int64_t kMaxHeads = 65536;        // of one group
 inline constexpr std::size_t kMaxNameBytes = 4096;      // of the model's name
 inline constexpr std::size_t kMaxWordsBytes = 1 << 16;  // pp lists a number a stage
-inline constexpr std::int64_t kMaxReadPieces = 1 << 20;  // contiguous pieces of one page, all groups together: layouts are checked piece by piece
+inline constexpr std::int64_t kMaxReadPieces =
+    1 << 20;  // contiguous pieces of one page, all groups together: layouts are checked piece by piece
 
 struct LayoutValues {
   std::int64_t page_tokens = 0;

@@ -1,9 +1,7 @@
 #include "kvloom/geometry/text_lines.h"
 
-#ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
-#endif
-#include <xxhash.h>
+#include <xxhash.h>  // header-only: the build defines XXH_INLINE_ALL
 
 namespace kvloom {
 namespace {
@@ -46,7 +44,8 @@ Expected<void> check_same(std::string_view text, std::string_view canonical) {
     if (canonical.empty()) return unlike(found, "the end of the text");
     if (text.empty()) return fail(Code::parse, "line {}: found the end of the text, expected '{}'", number, shown(expected));
     if (found.text != expected) return unlike(found, quoted_line(expected));
-    if (end == std::string_view::npos) return fail(Code::parse, "line {}: found no end of the line, expected one after '{}'", number, shown(expected));
+    if (end == std::string_view::npos)
+      return fail(Code::parse, "line {}: found no end of the line, expected one after '{}'", number, shown(expected));
     text.remove_prefix(end + 1);
     canonical.remove_prefix(canonical_end + 1);
   }

@@ -1,5 +1,6 @@
 // text_lines.h: the lines that the text forms of sides and plans are made of.  Stage: describe.  Values only.
-// A text form is read by its few lines that carry values; then the value is printed again, and the first line that differs is the error.
+// A text form is read by its few lines that carry values; then the value is printed again, and the first line that differs is
+// the error.
 #pragma once
 
 #include <cstdint>

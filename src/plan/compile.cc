@@ -153,10 +153,17 @@ class Compiler {
     group.target = &target;
     group.layers = meet_layers(*source, target);
     group.heads = meet_intervals(source->head_parts, target.head_parts);
-    group.tokens = meet_tokens(*source, target, plan_.total_);
+    group.tokens = tokens_of(*source, target);
     group.senders = choose_senders(group);
     plan_.groups_.push_back(std::move(group));
     return {};
+  }
+
+  // Groups mostly share their token rules: then the meetings are the ones of a group before.
+  Meetings tokens_of(const GroupSide& source, const GroupSide& target) const {
+    for (const GroupPlan& before : plan_.groups_)
+      if (before.source->tokens == source.tokens && before.target->tokens == target.tokens) return before.tokens;
+    return meet_tokens(source, target, plan_.total_);
   }
 
   Plan plan_;

@@ -1,6 +1,6 @@
-// explain.h: why a plan is as it is, in plain sentences.  Stage: compile.  For people: words may change, numbers are worked out, not canned.
-// For each path: who sends and why it; why these layers, heads and tokens (by the rules' words); how long the runs are and what cuts them.
-// Where pieces come out short, it says what to change.
+// explain.h: why a plan is as it is, in plain sentences.  Stage: compile.  For people: words may change, numbers are worked
+// out, not canned. For each path: who sends and why it; why these layers, heads and tokens (by the rules' words); how long the
+// runs are and what cuts them. Where pieces come out short, it says what to change.
 #pragma once
 
 #include <string>

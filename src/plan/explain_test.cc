@@ -51,7 +51,8 @@ latent: 22118400 B = 10 layers x 576 B a token x 3840 tokens
 }
 
 TEST(Explain, StripeOfOneTokenLeavesRows) {
-  EXPECT_EQ(told(plan_of(shapes::mla(78, 576), "cp=8:layers", "dcp=4:stripe=1"), 3, 1), R"(prefill 3 to decode 1, tokens [1000, 16384)
+  EXPECT_EQ(told(plan_of(shapes::mla(78, 576), "cp=8:layers", "dcp=4:stripe=1"), 3, 1),
+            R"(prefill 3 to decode 1, tokens [1000, 16384)
 latent: 22152960 B = 10 layers x 576 B a token x 3846 tokens
   who: only prefill 3 holds this part.
   layers 30-39: prefill has 30-39 (cp=8:layers), decode has all 78.
@@ -63,10 +64,12 @@ latent: 22152960 B = 10 layers x 576 B a token x 3846 tokens
 }
 
 CacheShape gqa8() {
-  return shapes::made("gqa8", 32, {{"kv", GroupKind::paged, shapes::layer_ids(0, 32), 8, {{"k", 256, 2}, {"v", 256, 2}}, {}, {}}});
+  return shapes::made("gqa8", 32,
+                      {{"kv", GroupKind::paged, shapes::layer_ids(0, 32), 8, {{"k", 256, 2}, {"v", 256, 2}}, {}, {}}});
 }
 
-TEST(Explain, FewerRanksThanHeadsSplitRows) { EXPECT_EQ(told(plan_of(gqa8(), "tp=8", "tp=2"), 1, 0), R"(prefill 1 to decode 0, tokens [1000, 16384)
+TEST(Explain, FewerRanksThanHeadsSplitRows) {
+  EXPECT_EQ(told(plan_of(gqa8(), "tp=8", "tp=2"), 1, 0), R"(prefill 1 to decode 0, tokens [1000, 16384)
 kv: 252051456 B = 32 layers x 512 B a token x 15384 tokens
   who: only prefill 1 holds this part.
   layers 0-31: prefill has all 32, decode has all 32.
@@ -76,15 +79,18 @@ kv: 252051456 B = 32 layers x 512 B a token x 15384 tokens
   runs: heads split: 1 of decode's 4 heads, 256 B of each token's 1024 B (plane k, v).
   runs: the planes k, v stand apart in a page: runs of their own.
   runs: pieces of 256 B, below 2048 B, move slowly. Better: layout=hnd on both sides keeps a head's tokens together: 16384 B a piece instead of 256.
-)"); }
+)");
+}
 
-TEST(Explain, ReplicasShareTheSending) { EXPECT_EQ(told(plan_of(shapes::mla(78, 576), "tp=8", "dcp=4"), 5, 1), R"(prefill 5 to decode 1, tokens [1000, 16384)
+TEST(Explain, ReplicasShareTheSending) {
+  EXPECT_EQ(told(plan_of(shapes::mla(78, 576), "tp=8", "dcp=4"), 5, 1), R"(prefill 5 to decode 1, tokens [1000, 16384)
 latent: 86261760 B = 39 layers x 576 B a token x 3840 tokens
   who: prefill 0-7 hold the same (8 replicas), decode 1 is consumer 1 of 4, one of 4 that no full round of replicas serves: 78 layers dealt out in turn, 39 to prefill 5 (replica 5).
   layers 1-77/2: prefill has all 78, decode has all 78.
   tokens 64+64/256*inf: prefill has every token, decode has 64 of every 256 from token 64 (dcp=4, stripe = page).
   runs: a page is whole on both sides: 36864 B a run.
-)"); }
+)");
+}
 
 TEST(Explain, SaysWhyARankSendsNothing) {
   EXPECT_EQ(told(plan_of(shapes::mla(78, 576), "tp=8", "dcp=4"), 4, 1), R"(prefill 4 to decode 1, tokens [1000, 16384)
@@ -102,7 +108,8 @@ latent: nothing. No token in common: prefill has 64 of every 128 from token 64 (
 }
 
 TEST(Explain, SumsUpThePlan) {
-  EXPECT_EQ(explain(plan_of(shapes::mla(78, 576), "cp=8:layers", "dcp=4"), {0, 16384}), R"(8 prefill ranks (cp=8:layers) to 4 decode ranks (tp=4,dcp=4), tokens [0, 16384): 32 paths
+  EXPECT_EQ(explain(plan_of(shapes::mla(78, 576), "cp=8:layers", "dcp=4"), {0, 16384}),
+            R"(8 prefill ranks (cp=8:layers) to 4 decode ranks (tp=4,dcp=4), tokens [0, 16384): 32 paths
 prefill ranks send 84934656 to 94371840 B each (the most is 1.03 of the mean); decode ranks get 184025088 B each
 latent: 32 paths, such as prefill 0 to decode 0:
   runs: a page is whole on both sides: 36864 B a run.
@@ -128,7 +135,8 @@ TEST(Explain, SaysWhatElseCutsRuns) {
   EXPECT_TRUE(contains(cpu, "prefill keeps the elements of a row apart, 2 B every 128 B (plane k)."));
   EXPECT_TRUE(contains(cpu, "Better: a layout with contiguous content on both sides (layout=nhd or hnd)."));
   const std::string orders = told(plan_of(gqa8(), "tp=2", "tp=2,layout=hnd"), 0, 0);
-  EXPECT_TRUE(contains(orders, "prefill goes by token, then head, decode by head, then token: one head of one token is 256 B (plane k, v)."));
+  EXPECT_TRUE(contains(
+      orders, "prefill goes by token, then head, decode by head, then token: one head of one token is 256 B (plane k, v)."));
   EXPECT_TRUE(contains(orders, "Better: one layout= on both sides."));
   const std::string packed = told(plan_of(gqa8(), "tp=8,layout=packed-nhd", "tp=8"), 0, 0);
   EXPECT_TRUE(contains(packed, "prefill's rows of 256 B stand 512 B apart (plane k, v)."));

@@ -33,13 +33,15 @@ TokenRange page_around(const StridedSet& part, std::int64_t page_tokens, std::in
 
 class Cutter {
  public:
-  Cutter(const Plan& plan, const Path& path)
-      : path_(path), group_(plan.groups()[static_cast<std::size_t>(path.group)]) {
+  Cutter(const Plan& plan, const Path& path) : path_(path), group_(plan.groups()[static_cast<std::size_t>(path.group)]) {
     const Place &from = place(*group_.source, path.source), &to = place(*group_.target, path.target);
     source_ = group_.source->tokens.part(from.tokens, plan.total());
     target_ = group_.target->tokens.part(to.tokens, plan.total());
-    const auto first_head = [](const GroupSide& side, const Place& at) { return side.head_parts[static_cast<std::size_t>(at.heads)].start(); };
-    heads_ = {path.heads.start() - first_head(*group_.source, from), path.heads.start() - first_head(*group_.target, to), path.heads.size()};
+    const auto first_head = [](const GroupSide& side, const Place& at) {
+      return side.head_parts[static_cast<std::size_t>(at.heads)].start();
+    };
+    heads_ = {path.heads.start() - first_head(*group_.source, from), path.heads.start() - first_head(*group_.target, to),
+              path.heads.size()};
   }
 
   PageSample run(TokenRange range) {
@@ -104,7 +106,8 @@ class Cutter {
       last.count = 2;
       return true;
     }
-    if (s != last.source_slot + last.count * last.source_step || t != last.target_slot + last.count * last.target_step) return false;
+    if (s != last.source_slot + last.count * last.source_step || t != last.target_slot + last.count * last.target_step)
+      return false;
     ++last.count;
     return true;
   }

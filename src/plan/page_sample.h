@@ -1,5 +1,7 @@
-// page_sample.h: how one page of a path is cut into runs, worked out without page tables.  Stage: compile.  For explain; bind does not use it.
-// Law (check_sample): the runs of a page carry its tokens' bytes, each once.  Where pages lie side by side bind joins further; never less.
+// page_sample.h: how one page of a path is cut into runs, worked out without page tables.  Stage: compile.  For explain; bind
+// does not use it.
+// Law (check_sample): the runs of a page carry its tokens' bytes, each once.  Where pages lie side by side bind joins further;
+// never less.
 #pragma once
 
 #include <cstdint>

@@ -38,8 +38,8 @@ void append_senders(std::string& out, const GroupPlan& group) {
     for (std::size_t t = 0; t < senders.consumer.size(); ++t)
       if (senders.consumer[t] >= 0) targets.push_back(static_cast<std::int32_t>(t));
     const std::int32_t dealt = senders.consumers % senders.replicas;
-    out += fmt::format("  senders {}.{}.{}: {} replicas, targets {}, {} of them whole, {} by layers\n", i / tokens / heads, i / tokens % heads,
-                       i % tokens, senders.replicas, list_text(targets), senders.consumers - dealt, dealt);
+    out += fmt::format("  senders {}.{}.{}: {} replicas, targets {}, {} of them whole, {} by layers\n", i / tokens / heads,
+                       i / tokens % heads, i % tokens, senders.replicas, list_text(targets), senders.consumers - dealt, dealt);
   }
 }
 
@@ -68,7 +68,8 @@ Expected<std::int64_t> read_total(const TextLine& line) {
   if (line.text.substr(0, kStart.size()) != kStart) return unlike(line, "'tokens inf' or 'tokens N'");
   const std::string_view digits = line.text.substr(kStart.size());
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), total);
-  if (error != std::errc() || end != digits.data() + digits.size() || total <= 0) return unlike(line, "'tokens inf' or 'tokens N'");
+  if (error != std::errc() || end != digits.data() + digits.size() || total <= 0)
+    return unlike(line, "'tokens inf' or 'tokens N'");
   return total;
 }
 
@@ -93,17 +94,20 @@ std::string to_string(const Plan& plan) {
 std::string digest(const Plan& plan) { return text_digest(undigested(plan)); }
 
 Expected<Plan> compile_read(Side source, Side target, std::int64_t total) {
-  const std::int64_t pairs = std::int64_t{source.ranks()} * target.ranks() * static_cast<std::int64_t>(std::max<std::size_t>(1, target.groups().size()));
+  const std::int64_t pairs =
+      std::int64_t{source.ranks()} * target.ranks() * static_cast<std::int64_t>(std::max<std::size_t>(1, target.groups().size()));
   if (pairs > kMaxReadPairs)
-    return fail(Code::exhausted, "a plan of {} x {} ranks and {} groups: at most {} pairs of ranks are read", source.ranks(), target.ranks(),
-                target.groups().size(), kMaxReadPairs);
+    return fail(Code::exhausted, "a plan of {} x {} ranks and {} groups: at most {} pairs of ranks are read", source.ranks(),
+                target.ranks(), target.groups().size(), kMaxReadPairs);
   return compile(std::make_shared<const Side>(std::move(source)), std::make_shared<const Side>(std::move(target)), total);
 }
 
 Expected<Plan> parse_plan(std::string_view text) {
-  if (text.size() > kMaxTextBytes) return fail(Code::exhausted, "a plan's text of {} B: at most {} are read", text.size(), kMaxTextBytes);
+  if (text.size() > kMaxTextBytes)
+    return fail(Code::exhausted, "a plan's text of {} B: at most {} are read", text.size(), kMaxTextBytes);
   const auto lines = split_lines(text);
-  if (lines.size() < 3) return fail(Code::parse, "a plan of {} lines: it begins with '{}', 'tokens ...' and 'source'", lines.size(), kHeader);
+  if (lines.size() < 3)
+    return fail(Code::parse, "a plan of {} lines: it begins with '{}', 'tokens ...' and 'source'", lines.size(), kHeader);
   if (lines[0].text != kHeader) return unlike(lines[0], fmt::format("'{}'", kHeader));
   const auto total = read_total(lines[1]);
   if (!total) return tl::unexpected(total.error());

@@ -32,7 +32,8 @@ Expected<void> check_plan_text(const Plan& plan) {
   const std::string text = to_string(plan);
   const auto read = parse_plan(text);
   if (!read) return fail(Code::parse, "{}\n{}", read.error().message, text);
-  if (to_string(*read) != text || !(read->source() == plan.source()) || !(read->target() == plan.target()) || read->total() != plan.total())
+  if (to_string(*read) != text || !(read->source() == plan.source()) || !(read->target() == plan.target()) ||
+      read->total() != plan.total())
     return fail(Code::parse, "another plan came back:\n{}", text);
   if (digest(*read) != digest(plan) || text.find(digest(plan)) == std::string::npos) return fail(Code::parse, "another digest");
   return {};
@@ -40,8 +41,8 @@ Expected<void> check_plan_text(const Plan& plan) {
 
 // ---- a plan that a person can review ----
 
-// Five layers in two stages, the second one shorter; the one head of MLA stands on both tp ranks of a stage, so two replicas share the
-// sending. Decode takes tokens in turn, two by two. index_k lives on layers 0, 2, 3: stage 0 has the first two of them.
+// Five layers in two stages, the second one shorter; the one head of MLA stands on both tp ranks of a stage, so two replicas
+// share the sending. Decode takes tokens in turn, two by two. index_k lives on layers 0, 2, 3: stage 0 has the first two of them.
 Plan small_plan() { return compile(side(shapes::dsa(), "cp=2:layers,tp=2"), side(shapes::dsa(), "dcp=2:stripe=2")).value(); }
 
 const char* const kSmallPlan = R"(kvloom plan 1
@@ -128,8 +129,10 @@ Side generated_side(const CacheShape& shape) {
   const auto& words = shapes::words();
   std::string text = words[*rc::gen::inRange<std::size_t>(0, words.size())];
   const CacheGroup& group = shape.groups().back();
-  if (*rc::gen::arbitrary<bool>()) text += "," + group.name + ":" + *rc::gen::element<std::string>("replicated", "rank=0", "layout=hnd");
-  if (*rc::gen::arbitrary<bool>()) text += *rc::gen::element<std::string>(",layout=packed-nhd", ",layout=cpu", ",page_stride=4096");
+  if (*rc::gen::arbitrary<bool>())
+    text += "," + group.name + ":" + *rc::gen::element<std::string>("replicated", "rank=0", "layout=hnd");
+  if (*rc::gen::arbitrary<bool>())
+    text += *rc::gen::element<std::string>(",layout=packed-nhd", ",layout=cpu", ",page_stride=4096");
   Side out = side(shape, text, *rc::gen::element(4, 12));
   if (*rc::gen::arbitrary<bool>()) {  // strides that no word says
     const GroupSide& first = out.groups().front();
@@ -153,7 +156,8 @@ RC_GTEST_PROP(PlanText, ReadsBackWhateverTheSides, ()) {
 }
 
 TEST(SideText, KeepsAnyModelName) {
-  for (const std::string& name : {std::string("a \"b\" \\ c"), std::string("two\nlines\x7f\0x1", 13), std::string("模型"), std::string()}) {
+  for (const std::string& name :
+       {std::string("a \"b\" \\ c"), std::string("two\nlines\x7f\0x1", 13), std::string("模型"), std::string()}) {
     auto shape = CacheShape::make(name, 2, shapes::mla(2).groups());
     EXPECT_TRUE(holds(check_side_text(side(*shape, "tp=2")))) << name;
   }
@@ -204,7 +208,8 @@ TEST(PlanText, RefusesEveryTamperedLineAndNamesIt) {
   const std::string text = to_string(small_plan());
   const auto lines = split_lines(text);
   for (const TextLine& line : lines)
-    for (const std::string& changed : {other_digit(std::string(line.text)), std::string(line.text) + " ", "x" + std::string(line.text), std::string()}) {
+    for (const std::string& changed :
+         {other_digit(std::string(line.text)), std::string(line.text) + " ", "x" + std::string(line.text), std::string()}) {
       const auto read = parse_plan(with_line(lines, line.number, changed));
       ASSERT_FALSE(read) << line.number << ": " << changed;
       EXPECT_TRUE(says(read, carries_values(line.text) ? "line " : fmt::format("line {}: ", line.number))) << changed;
@@ -222,7 +227,8 @@ TEST(PlanText, RefusesALineMoreOrLess) {
     EXPECT_FALSE(parse_plan(less)) << line.number;
     EXPECT_FALSE(parse_plan(more)) << line.number;
   }
-  EXPECT_TRUE(says(parse_plan(text + "more\n"), fmt::format("line {}: found 'more', expected the end of the text", lines.size() + 1)));
+  EXPECT_TRUE(
+      says(parse_plan(text + "more\n"), fmt::format("line {}: found 'more', expected the end of the text", lines.size() + 1)));
   EXPECT_TRUE(says(parse_plan(text.substr(0, text.size() - 1)), "found no end of the line"));
 }
 
@@ -243,13 +249,18 @@ TEST(PlanText, SaysWhatWasFoundAndExpected) {
   const std::string text = kSmallPlan;
   EXPECT_TRUE(says(parse_plan(replaced(text, "tokens 0 > 1: 2+2/4*inf", "tokens 0 > 1: 2+2/8*inf")),
                    "line 50: found '  tokens 0 > 1: 2+2/8*inf', expected '  tokens 0 > 1: 2+2/4*inf'"));
-  EXPECT_TRUE(says(parse_plan(replaced(text, "kvloom plan 1", "kvloom plan 2")), "line 1: found 'kvloom plan 2', expected 'kvloom plan 1'"));
-  EXPECT_TRUE(says(parse_plan(replaced(text, "tokens inf", "tokens -1")), "line 2: found 'tokens -1', expected 'tokens inf' or 'tokens N'"));
+  EXPECT_TRUE(says(parse_plan(replaced(text, "kvloom plan 1", "kvloom plan 2")),
+                   "line 1: found 'kvloom plan 2', expected 'kvloom plan 1'"));
+  EXPECT_TRUE(says(parse_plan(replaced(text, "tokens inf", "tokens -1")),
+                   "line 2: found 'tokens -1', expected 'tokens inf' or 'tokens N'"));
   EXPECT_TRUE(says(parse_plan(replaced(text, "cp=2:layers", "cp=0:layers")), "line 4: cp=0 must be 1 or more"));
-  EXPECT_TRUE(says(parse_plan(replaced(text, "heads 1 ", "heads one ")), "line 7: found 'group latent paged layers 0-4 heads one "));
+  EXPECT_TRUE(
+      says(parse_plan(replaced(text, "heads 1 ", "heads one ")), "line 7: found 'group latent paged layers 0-4 heads one "));
   EXPECT_TRUE(says(parse_plan(replaced(text, "heads 1 ", "heads one ")), "expected a number from 0 to 65536 at column 37"));
-  EXPECT_TRUE(says(parse_plan(replaced(text, "stride 12", "stride 11")), "line 8: plane latent reaches byte 12 of a page of 11 B"));
-  EXPECT_TRUE(says(parse_plan(replaced(text, "planes latent:3:1", "planes latent:4:1")), "line 8: group latent: the planes of its layout"));
+  EXPECT_TRUE(
+      says(parse_plan(replaced(text, "stride 12", "stride 11")), "line 8: plane latent reaches byte 12 of a page of 11 B"));
+  EXPECT_TRUE(says(parse_plan(replaced(text, "planes latent:3:1", "planes latent:4:1")),
+                   "line 8: group latent: the planes of its layout"));
   EXPECT_TRUE(says(parse_plan(replaced(text, "\x6b", "\x01")), R"(line 1: found '\x01vloom plan 1')"));
 }
 
@@ -265,8 +276,10 @@ TEST(PlanText, BoundsWhatItReadsBeforeItWorks) {
   EXPECT_TRUE(says(with(group + planes), "expected at most 16 planes"));
   EXPECT_TRUE(says(with(groups + group), "expected at most 64 groups"));
   EXPECT_TRUE(says(parse_plan(replaced(text, "cp=2:layers,tp=2", "cp=4097:layers")), "cp=4097 is too large: at most 4096"));
-  EXPECT_TRUE(says(parse_plan(replaced(text, "layout page 4", "layout page 1048577")), "over the limit of 1048576 for a side that is read"));
-  EXPECT_TRUE(says(parse_plan(replaced(text, "\npage 4\n", "\npage 1048576\n")), "over the limit of 1048576 for a side that is read"));
+  EXPECT_TRUE(says(parse_plan(replaced(text, "layout page 4", "layout page 1048577")),
+                   "over the limit of 1048576 for a side that is read"));
+  EXPECT_TRUE(
+      says(parse_plan(replaced(text, "\npage 4\n", "\npage 1048576\n")), "over the limit of 1048576 for a side that is read"));
   EXPECT_TRUE(says(parse_plan(std::string(kMaxTextBytes + 1, 'a')), "at most 4194304 are read"));
   const Side many = side(shapes::dsa(), "cp=4096");
   EXPECT_TRUE(says(compile_read(many, many, kUnbounded), "a plan of 4096 x 4096 ranks and 2 groups: at most 262144 pairs"));

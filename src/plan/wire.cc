@@ -46,11 +46,12 @@ class Writer {
     for (const PlaneShape& plane : group.planes)
       planes.push_back(wire::CreatePlane(builder_, builder_.CreateSharedString(plane.name), plane.bytes, plane.element_bytes));
     wire::WindowKind window = wire::WindowKind::none;
-    if (group.window) window = group.window->kind == Window::Kind::sliding ? wire::WindowKind::sliding : wire::WindowKind::chunked;
+    if (group.window)
+      window = group.window->kind == Window::Kind::sliding ? wire::WindowKind::sliding : wire::WindowKind::chunked;
     const auto name = builder_.CreateSharedString(group.name);
     const auto layers = builder_.CreateVectorOfStructs(layer_runs(group.layers));
-    return wire::CreateGroup(builder_, name, group.kind == GroupKind::paged ? wire::Kind::paged : wire::Kind::state, layers, group.heads,
-                             builder_.CreateVector(planes), window, group.window ? group.window->tokens : 0);
+    return wire::CreateGroup(builder_, name, group.kind == GroupKind::paged ? wire::Kind::paged : wire::Kind::state, layers,
+                             group.heads, builder_.CreateVector(planes), window, group.window ? group.window->tokens : 0);
   }
 
   Offset<wire::Shape> shape(const SideValues& values) {
@@ -88,7 +89,8 @@ Expected<std::vector<LayerId>> read_layers(const wire::Group& group) {
       return fail(Code::parse, "group {}: layers {} to {} by {}", group.name()->str(), run->first(), run->last(), run->step());
     if (static_cast<std::int64_t>(out.size()) + (std::int64_t{run->last()} - run->first()) / run->step() >= kMaxLayers)
       return fail(Code::exhausted, "group {}: over {} layers", group.name()->str(), kMaxLayers);
-    for (std::int64_t layer = run->first(); layer <= run->last(); layer += run->step()) out.emplace_back(static_cast<std::int32_t>(layer));
+    for (std::int64_t layer = run->first(); layer <= run->last(); layer += run->step())
+      out.emplace_back(static_cast<std::int32_t>(layer));
   }
   return out;
 }
@@ -104,7 +106,8 @@ Expected<CacheGroup> read_group(const wire::Group& from) {
   group.layers = std::move(*layers);
   group.heads = from.heads();
   if (from.planes()->size() > kMaxPlanes) return fail(Code::exhausted, "group {}: over {} planes", group.name, kMaxPlanes);
-  for (const wire::Plane* plane : *from.planes()) group.planes.push_back({plane->name()->str(), plane->bytes(), plane->element_bytes()});
+  for (const wire::Plane* plane : *from.planes())
+    group.planes.push_back({plane->name()->str(), plane->bytes(), plane->element_bytes()});
   switch (from.window_kind()) {
     case wire::WindowKind::none: return group;
     case wire::WindowKind::sliding: group.window = Window{Window::Kind::sliding, from.window_tokens()}; return group;
@@ -119,8 +122,8 @@ std::optional<LayoutValues> read_layout(const wire::Layout& from, const CacheGro
   for (std::uint32_t i = 0; i < std::min<std::size_t>(from.planes()->size(), kMaxPlanes + 1); ++i) {
     const wire::PlanePlace& place = *from.planes()->Get(i);
     const PlaneShape plane = i < group.planes.size() ? group.planes[i] : PlaneShape{};  // one too many is refused by make_side
-    out.planes.push_back({plane.name, place.offset(), place.token_stride(), place.head_stride(), plane.bytes, place.content_stride(),
-                          plane.element_bytes});
+    out.planes.push_back({plane.name, place.offset(), place.token_stride(), place.head_stride(), plane.bytes,
+                          place.content_stride(), plane.element_bytes});
   }
   return out;
 }
@@ -158,8 +161,10 @@ Expected<const wire::Plan*> verified(const std::vector<std::uint8_t>& bytes) {
 std::vector<std::uint8_t> encode(const Plan& plan) { return Writer().write(plan); }
 
 Expected<Plan> decode(std::span<const std::uint8_t> bytes) {
-  if (bytes.size() > kMaxWireBytes) return fail(Code::exhausted, "a plan of {} B: at most {} are read", bytes.size(), kMaxWireBytes);
-  const std::vector<std::uint8_t> aligned(bytes.begin(), bytes.end());  // numbers are read in place; a peer's buffer may begin anywhere
+  if (bytes.size() > kMaxWireBytes)
+    return fail(Code::exhausted, "a plan of {} B: at most {} are read", bytes.size(), kMaxWireBytes);
+  const std::vector<std::uint8_t> aligned(bytes.begin(),
+                                          bytes.end());  // numbers are read in place; a peer's buffer may begin anywhere
   const auto from = verified(aligned);
   if (!from) return tl::unexpected(from.error());
   const wire::Plan& wire = **from;
@@ -173,7 +178,8 @@ Expected<Plan> decode(std::span<const std::uint8_t> bytes) {
   auto plan = compile_read(std::move(*source), std::move(*target), wire.total() == 0 ? kUnbounded : wire.total());
   if (!plan) return plan;
   const std::string sent = fmt::format("{:016x}{:016x}", wire.digest()->high(), wire.digest()->low()), made = digest(*plan);
-  if (sent != made) return fail(Code::parse, "the plan's digest is {}, but its sides make {}: damaged, or made by another version", sent, made);
+  if (sent != made)
+    return fail(Code::parse, "the plan's digest is {}, but its sides make {}: damaged, or made by another version", sent, made);
   return plan;
 }
 

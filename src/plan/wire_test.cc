@@ -96,7 +96,8 @@ TEST(PlanWire, NeverMakesAnotherPlanOfAFlippedBit) {
 RC_GTEST_PROP(PlanWire, NeverMakesAnotherPlanOfOverwrittenBytes, ()) {
   static const Plan plan = small_plan();
   WireBytes bytes = encode(plan);
-  for (int n = *rc::gen::inRange(1, 5); n > 0; --n) bytes[*rc::gen::inRange<std::size_t>(0, bytes.size())] = *rc::gen::arbitrary<std::uint8_t>();
+  for (int n = *rc::gen::inRange(1, 5); n > 0; --n)
+    bytes[*rc::gen::inRange<std::size_t>(0, bytes.size())] = *rc::gen::arbitrary<std::uint8_t>();
   RC_ASSERT(static_cast<bool>(is_never_another(plan, bytes)));
 }
 
@@ -128,14 +129,16 @@ void put(WireBytes& bytes, std::size_t at, T value) {
 }
 
 // The root gets a vtable of one more slot, at the end of the bytes; the unknown field is the inline bytes of another.
-// Source: https://flatbuffers.dev/internals: a table begins with the signed distance back to its vtable (sizes of both, then offsets).
+// Source: https://flatbuffers.dev/internals: a table begins with the signed distance back to its vtable (sizes of both, then
+// offsets).
 WireBytes with_newer_field(WireBytes bytes) {
   const auto root = get<std::uint32_t>(bytes, 0);
   const auto vtable = static_cast<std::size_t>(static_cast<std::int64_t>(root) - get<std::int32_t>(bytes, root));
   const auto size = get<std::uint16_t>(bytes, vtable);
   bytes.resize((bytes.size() + 7) / 8 * 8);
   const std::size_t made = bytes.size();
-  bytes.insert(bytes.end(), bytes.begin() + static_cast<std::ptrdiff_t>(vtable), bytes.begin() + static_cast<std::ptrdiff_t>(vtable + size));
+  bytes.insert(bytes.end(), bytes.begin() + static_cast<std::ptrdiff_t>(vtable),
+               bytes.begin() + static_cast<std::ptrdiff_t>(vtable + size));
   bytes.resize(made + size + 8);
   put<std::uint16_t>(bytes, made, static_cast<std::uint16_t>(size + 2));
   put<std::uint16_t>(bytes, made + size, get<std::uint16_t>(bytes, made + 4));

@@ -54,6 +54,7 @@ struct Places {
         high(std::clamp(std::floor(400.0 / sources), 9.0, 50.0)) {
     left = bands + bands_wide + 26;
     stripes = top + sources * high + 40;
+    tall += 90.0 * std::max(0, static_cast<int>(plan.groups().size()) - 4);  // the panel beside has a line a group
   }
   double layer() const { return bands_wide / layers; }
   double right() const { return left + targets * wide; }

@@ -51,7 +51,7 @@ Expected<nlohmann::json> Channel::receive() {
     std::string text(static_cast<std::size_t>(size), '\0');
     if (::recv(fd_, text.data(), text.size(), 0) != size) return fail(Code::unavailable, "the other process is gone");
     auto message = nlohmann::json::parse(text, nullptr, false);
-    if (message.is_discarded()) return fail(Code::parse, "not a message: {}", text);
+    if (message.is_discarded()) return fail(Code::io, "not a message: {}", text);
     return message;
   }
 }

@@ -27,7 +27,7 @@ class Channel {
   void close();
   // @error unavailable: the other end is gone
   Expected<void> send(const nlohmann::json& message);
-  // Waits.  @error unavailable: the other end is gone; parse: not a message
+  // Waits.  @error unavailable: the other end is gone; io: not a message
   Expected<nlohmann::json> receive();
 
  private:

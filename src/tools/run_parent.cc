@@ -178,7 +178,7 @@ class Family {
           continue;
         }
         const auto at = std::find_if(from.begin(), from.end(), [&](const Child* c) { return c->pid == pid; });
-        if (at == from.end()) return fail(Code::parse, "{} spoke out of turn", child.name());
+        if (at == from.end()) return fail(Scope::process, Code::io, "{} spoke out of turn", child.name());
         answers[static_cast<std::size_t>(at - from.begin())] = std::move(*message);
         --open;
       }
@@ -210,14 +210,14 @@ class Family {
   // All memory is there; addresses go to the prefill ranks, which connect.
   Expected<void> meet() {
     if (progress_) progress_("filling the caches", 0, 0);
-    if (auto filled = gather(side(true)); !filled) return tl::unexpected(filled.error());
-    const auto targets = gather(side(false));
-    if (!targets) return tl::unexpected(targets.error());
+    auto ready = gather(all());
+    if (!ready) return tl::unexpected(ready.error());
+    const std::vector<json> targets(ready->begin() + job_.loom.plan.source().ranks(), ready->end());
     for (Child* child : side(true)) {
       json peers = json::array();
-      for (std::size_t t = 0; t < targets->size(); ++t)
+      for (std::size_t t = 0; t < targets.size(); ++t)
         if (job_.linked(child->rank, Rank(static_cast<std::int32_t>(t))))
-          peers.push_back({{"rank", t}, {"address", (*targets)[t]["address"]}, {"keys", (*targets)[t]["keys"]}});
+          peers.push_back({{"rank", t}, {"address", targets[t]["address"]}, {"keys", targets[t]["keys"]}});
       if (auto ok = child->channel.send({{"say", "peers"}, {"targets", peers}}); !ok) return ok;
     }
     for (Child* child : side(false))

@@ -1,5 +1,6 @@
-// Any text as a plan and as a side: nothing throws, overflows or hangs; what parses prints to exactly itself, so no text makes a plan that
-// compile would not make.  Seeds: corpus/plan_text_fuzz.  plan_text_fuzz -max_len=8192 -timeout=30 tests/fuzz/corpus/plan_text_fuzz
+// Any text as a plan and as a side: nothing throws, overflows or hangs; what parses prints to exactly itself, so no text makes
+// a plan that compile would not make.  Seeds: corpus/plan_text_fuzz.  plan_text_fuzz -max_len=8192 -timeout=30
+// tests/fuzz/corpus/plan_text_fuzz
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>

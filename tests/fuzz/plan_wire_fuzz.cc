@@ -1,5 +1,5 @@
-// Any bytes as a plan: nothing throws, overflows, reads outside of them or hangs; what decodes is encoded to bytes that decode to the same.
-// Any byte may also be damaged on its way: the digest lets only the same plan through.
+// Any bytes as a plan: nothing throws, overflows, reads outside of them or hangs; what decodes is encoded to bytes that decode
+// to the same. Any byte may also be damaged on its way: the digest lets only the same plan through.
 // Seeds: corpus/plan_wire_fuzz.  plan_wire_fuzz -max_len=4096 -timeout=30 tests/fuzz/corpus/plan_wire_fuzz
 #include <cstdint>
 #include <cstdlib>

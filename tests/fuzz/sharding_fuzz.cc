@@ -1,5 +1,5 @@
-// Any text as sharding words: nothing throws, overflows or hangs; what parses prints to itself, and makes a side of a small model or is
-// refused with words.  Seeds: corpus/sharding_fuzz.  sharding_fuzz -max_len=256 tests/fuzz/corpus/sharding_fuzz
+// Any text as sharding words: nothing throws, overflows or hangs; what parses prints to itself, and makes a side of a small
+// model or is refused with words.  Seeds: corpus/sharding_fuzz.  sharding_fuzz -max_len=256 tests/fuzz/corpus/sharding_fuzz
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -16,10 +16,11 @@ void require(bool holds) {
 kvloom::CacheShape small_shape() {
   using kvloom::GroupKind;
   using kvloom::LayerId;
-  return kvloom::CacheShape::make("small", 4,
-                                  {{"kv", GroupKind::paged, {LayerId(0), LayerId(2), LayerId(3)}, 4, {{"k", 4, 2}, {"v", 4, 2}}, {}, {}},
-                                   {"ssm", GroupKind::state, {LayerId(1)}, 4, {{"ssm", 3, 1}}, {}, {}},
-                                   {"draft", GroupKind::paged, {LayerId(4)}, 1, {{"latent", 6, 1}}, {}, {}}})
+  return kvloom::CacheShape::make(
+             "small", 4,
+             {{"kv", GroupKind::paged, {LayerId(0), LayerId(2), LayerId(3)}, 4, {{"k", 4, 2}, {"v", 4, 2}}, {}, {}},
+              {"ssm", GroupKind::state, {LayerId(1)}, 4, {{"ssm", 3, 1}}, {}, {}},
+              {"draft", GroupKind::paged, {LayerId(4)}, 1, {{"latent", 6, 1}}, {}, {}}})
       .value();
 }
 
@@ -33,8 +34,9 @@ void check_side(const kvloom::Sharding& sharding) {
   for (const kvloom::GroupSide& group : side->groups()) {
     require(static_cast<std::int32_t>(group.places.size()) == side->ranks());
     for (const kvloom::Place& place : group.places)
-      require(!place.holds || (static_cast<std::size_t>(place.layers) < group.layer_parts.size() && place.tokens < group.tokens.parts &&
-                               static_cast<std::size_t>(place.heads) < group.head_parts.size()));
+      require(!place.holds ||
+              (static_cast<std::size_t>(place.layers) < group.layer_parts.size() && place.tokens < group.tokens.parts &&
+               static_cast<std::size_t>(place.heads) < group.head_parts.size()));
   }
 }
 
