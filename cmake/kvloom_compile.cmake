@@ -70,7 +70,7 @@ function(kvloom_flatbuffers target)
       set(to "${PROJECT_BINARY_DIR}/generated/kvloom/${place}")
       add_custom_command(
         OUTPUT "${to}/${stem}_generated.h"
-        COMMAND "${KVLOOM_FLATC}" --cpp --cpp-std c++17 --scoped-enums -o "${to}" "${schema}"
+        COMMAND "${KVLOOM_FLATC}" --cpp --cpp-std c++17 --scoped-enums --gen-mutable -o "${to}" "${schema}"
         DEPENDS "${schema}" VERBATIM)
       target_sources(${target} PRIVATE "${to}/${stem}_generated.h")
     endforeach()

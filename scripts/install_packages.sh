@@ -9,7 +9,7 @@ build_packages=(g++ cmake make ninja-build ccache pkg-config libfmt-dev libexpec
   libflatbuffers-dev flatbuffers-compiler)
 bench_packages=("${build_packages[@]}" libbenchmark-dev)
 test_packages=("${bench_packages[@]}" clang clang-format clang-tidy libclang-rt-14-dev libgtest-dev libgmock-dev librapidcheck-dev
-  python3 shellcheck git)
+  python3 shellcheck git zsh fish)
 
 case "${1:-}" in
   build) wanted=("${build_packages[@]}") ;;

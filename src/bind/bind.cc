@@ -130,6 +130,7 @@ struct BoundPath::Joiner {
   // True, and the open run is given out, if the open block is one piece of `bytes` that cannot join it.
   bool settle(std::int64_t bytes) {
     if (block.bytes.value != bytes || out >= end) return false;
+    if (run.count > 0 && run.bytes > block.bytes) return false;  // the block may yet grow to the run's size
     const bool pairs = run.count == 1 && run.bytes == block.bytes;
     const bool goes_on = run.count > 1 && run.bytes == block.bytes &&
                          block.source_offset == run.source_offset + run.source_step * run.count &&

@@ -42,7 +42,7 @@ std::vector<std::vector<PageTable>> make_tables(const Plan& plan, const Side& si
 
 // One byte of a target page, and what it is.
 struct Wanted {
-  std::int32_t token = -1;  // -1: nobody wants this byte written
+  std::int64_t token = -1;  // -1: nobody wants this byte written
   std::int32_t head = 0, plane = 0;
   std::int64_t byte = 0;
 };
@@ -51,7 +51,7 @@ struct Wanted {
 class Landing {
  public:
   Landing(const Plan& plan, const RequestTables& tables, std::int32_t group, Rank target, TokenRange range)
-      : plan_(plan), tables_(tables), group_(group), target_(target), range_(range), from_(plan.source(), range.end), to_(plan.target(), range.end),
+      : plan_(plan), tables_(tables), group_(group), target_(target), range_(range), from_(plan.source(), length(plan, range)), to_(plan.target(), length(plan, range)),
         side_(*plan.groups()[static_cast<std::size_t>(group)].target), from_group_(index_in(plan.source(), side_.name)),
         to_group_(index_in(plan.target(), side_.name)) {}
 
@@ -76,6 +76,9 @@ class Landing {
   }
 
  private:
+  // The request's: where a rule cuts it, it is the plan's, and `range` may end before it.
+  static std::int64_t length(const Plan& plan, TokenRange range) { return plan.total() == kUnbounded ? range.end : plan.total(); }
+
   tl::unexpected<Error> refuse(Rank source, const std::string& what) const {
     return fail(Code::invalid_argument, "bind: path {} -> {} of group {}, tokens [{}, {}): {}", source.value, target_.value, side_.name,
                 range_.begin, range_.end, what);
@@ -119,14 +122,15 @@ class Landing {
   // All bytes of the target's pages: which of them is wanted, and as what.
   std::vector<Wanted> wanted_bytes(std::int64_t& count) const {
     std::vector<Wanted> out(static_cast<std::size_t>(extent(side_, target_table())));
-    for (std::int64_t token = to_.first_wanted(to_group_, range_.begin); token < to_.end_wanted(to_group_); ++token) {
+    const std::int64_t end = to_.end_wanted(to_group_, range_.end);
+    for (std::int64_t token = to_.first_wanted(to_group_, range_.begin, range_.end); token < end; ++token) {
       const std::int64_t page = page_of(to_, to_group_, target_, token, target_table());
       if (!to_.holds_token(to_group_, target_, token, page)) continue;
       for (std::int32_t head = 0; head < side_.heads; ++head)
         for (std::int32_t plane = 0; to_.holds_head(to_group_, target_, head) && plane < static_cast<std::int32_t>(side_.planes.size()); ++plane)
           for (std::int64_t byte = 0; byte < side_.planes[static_cast<std::size_t>(plane)].bytes; ++byte) {
             const std::int64_t at = to_.address(to_group_, target_, token, head, static_cast<std::size_t>(plane), byte, page);
-            out[static_cast<std::size_t>(at)] = {static_cast<std::int32_t>(token), head, plane, byte};
+            out[static_cast<std::size_t>(at)] = {token, head, plane, byte};
             ++count;
           }
     }

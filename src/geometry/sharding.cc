@@ -178,6 +178,11 @@ class ShardingParser {
     const bool known = key.text == "page" || key.text == "layout" || key.text == "page_stride" || (group && key.text == "strides");
     if (!known) return false;
     if (detail) return refuse(*detail, fmt::format("{} takes no rule", key.text));
+    const bool again = key.text == "page" ? pages.page_tokens.has_value()
+                       : key.text == "page_stride" ? pages.page_stride.has_value()
+                       : key.text == "strides" ? pages.strides.has_value()
+                                               : pages.order.has_value();
+    if (again) return refuse(key, fmt::format("{} is said twice", key.text));
     pages.span = {key.begin, key.text.size() + 1 + value.text.size()};
     Expected<void> ok;
     if (key.text == "page") {
@@ -217,14 +222,14 @@ class ShardingParser {
     GroupWords& words = out_.groups_[std::string(group.text)];
     words.span = piece.span();
     const auto [key, value] = split(*rest, '=');
-    if (!value) return bare_group_word(key, words);
+    if (!value) return bare_group_word(group, key, words);
     if (key.text == "rank") {
-      words.holders = GroupWords::Holders::one_rank;
-      words.rank = 0;
+      if (auto ok = hold(key, words, GroupWords::Holders::one_rank); !ok) return ok;
       if (value->text == "0") return {};
       return store(*value, "rank", kMaxRanks - 1, words.rank);
     }
     if (key.text == "stripe") {
+      if (words.stripe || words.by_value) return refuse(*rest, turns_twice(group));
       words.stripe = 0;
       return store(*value, "stripe", INT32_MAX, *words.stripe);
     }
@@ -232,16 +237,24 @@ class ShardingParser {
     return refuse(*rest, group_unknown(rest->text));
   }
 
-  Expected<void> bare_group_word(Piece key, GroupWords& words) const {
-    if (key.text == "replicated" || key.text == "none") {
-      words.holders = key.text == "none" ? GroupWords::Holders::none : GroupWords::Holders::replicated;
-      words.rank = 0;  // of an earlier rank=R: the last word counts
-    } else if (key.text == "value") {
-      words.by_value = true;
-    } else {
-      return refuse(key, group_unknown(key.text));
-    }
+  Expected<void> bare_group_word(Piece group, Piece key, GroupWords& words) const {
+    if (key.text == "replicated") return hold(key, words, GroupWords::Holders::replicated);
+    if (key.text == "none") return hold(key, words, GroupWords::Holders::none);
+    if (key.text != "value") return refuse(key, group_unknown(key.text));
+    if (words.stripe || words.by_value) return refuse(key, turns_twice(group));
+    words.by_value = true;
     return {};
+  }
+
+  Expected<void> hold(Piece key, GroupWords& words, GroupWords::Holders holders) const {
+    if (words.holders != GroupWords::Holders::as_side)
+      return refuse(key, "it is said twice which ranks hold the group: one of replicated, none, rank=R");
+    words.holders = holders;
+    return {};
+  }
+
+  static std::string turns_twice(Piece group) {
+    return fmt::format("it is said twice how ranks take turns at {}: one of stripe=S, value", group.text);
   }
 
   static std::string group_unknown(std::string_view word) {

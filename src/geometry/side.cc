@@ -156,7 +156,7 @@ class GroupBuilder {
     }
     const std::int32_t parts = sharding_.dcp() * (interleave ? sharding_.cp() : 1);
     if (parts == 1) return {};
-    if (sharding_.dcp_by_value() || words_.by_value) {
+    if (words_.by_value || (sharding_.dcp_by_value() && !words_.stripe)) {
       split = {TokenRule::value, parts, 0};
       return {};
     }

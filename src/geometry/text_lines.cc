@@ -1,7 +1,7 @@
 #include "kvloom/geometry/text_lines.h"
 
 #define XXH_INLINE_ALL
-#include <xxhash.h>  // header-only: the build defines XXH_INLINE_ALL
+#include <xxhash.h>
 
 namespace kvloom {
 namespace {

@@ -155,26 +155,21 @@ std::int64_t Oracle::sign(std::size_t group, Rank rank) const {
 
 // ---- what is wanted ----
 
-std::int64_t Oracle::first_wanted(std::size_t group, std::int64_t prefix) const {
+std::int64_t Oracle::first_wanted(std::size_t group, std::int64_t prefix, std::int64_t end) const {
   const GroupSide& side = *facts_[group].side;
   if (side.kind == GroupKind::state) return 0;
   if (!side.window) return prefix;
   const std::int64_t size = side.window->tokens;
-  if (side.window->kind == Window::Kind::sliding) return std::max(prefix, total_ - size);
-  return std::max(prefix, total_ - total_ % size);
+  return std::max(prefix, side.window->kind == Window::Kind::sliding ? end - size : end - end % size);
 }
 
-std::int64_t Oracle::end_wanted(std::size_t group) const {
-  return facts_[group].side->kind == GroupKind::state ? std::min<std::int64_t>(1, total_) : total_;
-}
-
-bool Oracle::wants_token(std::size_t group, std::int64_t token, std::int64_t prefix) const {
-  return token >= first_wanted(group, prefix) && token < end_wanted(group);
+std::int64_t Oracle::end_wanted(std::size_t group, std::int64_t end) const {
+  return facts_[group].side->kind == GroupKind::state ? std::min<std::int64_t>(1, end) : end;
 }
 
 std::int64_t Oracle::wanted_bytes(std::size_t group, std::int64_t prefix) const {
   const GroupSide& side = *facts_[group].side;
-  const std::int64_t begin = first_wanted(group, prefix), end = std::max(begin, end_wanted(group));
+  const std::int64_t begin = first_wanted(group, prefix, total_), end = std::max(begin, end_wanted(group, total_));
   std::int64_t sum = 0;
   for (std::int32_t r = 0; r < side_->ranks(); ++r) {
     std::int64_t layers = 0, row = 0;

@@ -31,10 +31,10 @@ class Oracle {
   std::int64_t count_tokens(std::size_t group, Rank rank, std::int64_t begin, std::int64_t end) const;
   bool by_value(std::size_t group) const { return facts_[group].by_value; }
 
-  // What a side that has [0, prefix) still needs: windows and states of the group considered.
-  bool wants_token(std::size_t group, std::int64_t token, std::int64_t prefix) const;
-  std::int64_t first_wanted(std::size_t group, std::int64_t prefix) const;
-  std::int64_t end_wanted(std::size_t group) const;
+  // What a side that has [0, prefix) still needs when the request has come to `end` tokens is [first_wanted, end_wanted): windows and
+  // states of the group considered; empty if they cross.
+  std::int64_t first_wanted(std::size_t group, std::int64_t prefix, std::int64_t end) const;
+  std::int64_t end_wanted(std::size_t group, std::int64_t end) const;
 
   // Where a token that the rank holds stands: the column of its page table and the slot of that page.
   struct Spot {

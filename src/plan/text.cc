@@ -13,7 +13,7 @@ namespace kvloom {
 namespace {
 
 constexpr std::string_view kHeader = "kvloom plan 1";
-constexpr std::int64_t kMaxReadPairs = std::int64_t{1} << 18;
+constexpr std::int64_t kMaxReadPairs = std::int64_t{1} << 17;
 
 std::string tokens_line(std::int64_t total) { return total == kUnbounded ? "tokens inf" : fmt::format("tokens {}", total); }
 

@@ -30,7 +30,7 @@ Expected<Plan> parse_plan(std::string_view text);
 // 128 bits of XXH3 over the text form, 32 hex digits: what both sides of a transfer compare.
 std::string digest(const Plan& plan);
 
-// compile() for sides that a peer gave: bounded before any work.  @error exhausted: over 2^18 (groups x pairs of ranks)
+// compile() for sides that a peer gave: bounded before any work.  @error exhausted: over 2^17 (groups x pairs of ranks)
 Expected<Plan> compile_read(Side source, Side target, std::int64_t total);
 
 }  // namespace kvloom

@@ -85,7 +85,7 @@ std::string unknown_word(const CLI::App& app) {
 
 // CLI11's words for what it refuses, in ours where they are hard to read.
 std::string words_of(const CLI::App& app, const CLI::ParseError& error) {
-  const std::string text = error.what();
+  std::string text = error.what();
   const auto is = [&](CLI::ExitCodes code) { return error.get_exit_code() == static_cast<int>(code); };
   if (is(CLI::ExitCodes::ArgumentMismatch)) return text.substr(0, text.find_first_of(": ")) + " wants one value";
   if (is(CLI::ExitCodes::RequiredError) && verb_of(app) == nullptr)

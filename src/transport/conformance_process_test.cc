@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <poll.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -11,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -157,7 +157,7 @@ struct Source {
     target = *id;
     from = *side.transport->allocate(kLength);
     fill(from.memory(), kTag.value);
-    EXPECT_TRUE(drive({&side}, [&] { return !side.all<PeerUp>().empty(); }));
+    EXPECT_TRUE(drive({&side}, [&] { return side.count<PeerUp>() > 0; }));
     remote = *side.transport->import_region(target, wire.receive());
   }
   PostId write(const Runs& runs) { return side.transport->write({from.id(), remote, kTag, runs}); }
@@ -176,9 +176,9 @@ struct Target {
   }
   // Lets the next source in.
   PeerId welcome(const Wire& wire) {
-    const std::size_t before = side.all<PeerUp>().size();
+    const std::size_t before = side.count<PeerUp>();
     wire.send(side.transport->address());
-    EXPECT_TRUE(drive({&side}, [&] { return side.all<PeerUp>().size() > before; }));
+    EXPECT_TRUE(drive({&side}, [&] { return side.count<PeerUp>() > before; }));
     const PeerId source = side.all<PeerUp>().back().peer;
     EXPECT_TRUE(side.transport->admit(source, kTag));
     wire.send(*side.transport->export_region(to.id()));
@@ -210,18 +210,18 @@ TEST_P(ProcessConformance, EveryByteLandsInTheOtherProcess) {
     Source source(c, wire, "prefill 0");
     const PostId post = source.write(runs);
     source.side.transport->notify(source.target, kTag, bytes_of("landed"));
-    EXPECT_TRUE(drive({&source.side}, [&] { return source.side.all<Completed>().size() == 2; }));
+    EXPECT_TRUE(drive({&source.side}, [&] { return source.side.count<Completed>() == 2; }));
     EXPECT_EQ(source.side.completed(post)->delivered, kLength) << source.side.text();
     wire.receive();
   });
   Target target(c);
   const PeerId peer = target.welcome(child.wire());
-  ASSERT_TRUE(drive({&target.side}, [&] { return !target.side.all<Notice>().empty(); }));
+  ASSERT_TRUE(drive({&target.side}, [&] { return target.side.count<Notice>() > 0; }));
   EXPECT_TRUE(target.memory == target.after(runs));
   EXPECT_EQ(target.side.all<PeerUp>()[0].hello, bytes_of("prefill 0"));
   child.wire().send("end");
   EXPECT_EQ(child.wait(), 0);
-  ASSERT_TRUE(drive_soon(target.side, [&] { return !target.side.all<PeerDown>().empty(); }));
+  ASSERT_TRUE(drive_soon(target.side, [&] { return target.side.count<PeerDown>() > 0; }));
   EXPECT_EQ(target.side.all<PeerDown>()[0].peer, peer);
 }
 
@@ -241,10 +241,9 @@ TEST_P(ProcessConformance, ASourceKilledMidBatchIsNoticedAndNothingOfItLandsLate
     return !target.untouched();
   }));
   child.kill();
-  ASSERT_TRUE(
-      drive_soon(target.side, [&] { return !target.side.all<PeerDown>().empty() || !target.side.all<Notice>().empty(); }));
-  ASSERT_TRUE(drive_soon(target.side, [&] { return !target.side.all<PeerDown>().empty(); }));
-  if (!target.side.all<Notice>().empty()) {
+  ASSERT_TRUE(drive_soon(target.side, [&] { return target.side.count<PeerDown>() > 0 || target.side.count<Notice>() > 0; }));
+  ASSERT_TRUE(drive_soon(target.side, [&] { return target.side.count<PeerDown>() > 0; }));
+  if (target.side.count<Notice>() > 0) {
     EXPECT_TRUE(target.memory == target.after(runs)) << "it had all been posted";
   }
   const auto still = target.memory;
@@ -276,9 +275,9 @@ TEST_P(ProcessConformance, ATargetKilledMidBatchIsNoticedAndNeverVouchesForMore)
       drive_soon(source.side, [&] { return source.side.completed(post) != nullptr && source.side.completed(late) != nullptr; }));
   EXPECT_FALSE(source.side.completed(post)->delivered);
   EXPECT_FALSE(source.side.completed(late)->delivered);
-  ASSERT_TRUE(drive_soon(source.side, [&] { return !source.side.all<PeerDown>().empty(); }));
+  ASSERT_TRUE(drive_soon(source.side, [&] { return source.side.count<PeerDown>() > 0; }));
   for (int i = 0; i < 20; ++i) source.write(runs);
-  ASSERT_TRUE(drive_soon(source.side, [&] { return source.side.all<Completed>().size() == 22; }));
+  ASSERT_TRUE(drive_soon(source.side, [&] { return source.side.count<Completed>() == 22; }));
   for (const Completed& done : source.side.all<Completed>()) EXPECT_FALSE(done.delivered);
 }
 
@@ -290,11 +289,11 @@ TEST_P(ProcessConformance, AFrozenSourceCanBeFencedOff) {
     Source source(c, wire);
     std::uint64_t round = 0;
     ASSERT_TRUE(drive({&source.side}, [&] {
-      if (source.side.all<Completed>().size() == round) {
+      if (source.side.count<Completed>() == round) {
         fill(source.from.memory().first(1 << 16), ++round);
         source.write(runs);
       }
-      return !source.side.all<PeerDown>().empty();
+      return source.side.count<PeerDown>() > 0;
     }));
     EXPECT_FALSE(source.side.all<Completed>().back().delivered);
   });
@@ -314,7 +313,7 @@ TEST_P(ProcessConformance, AFrozenSourceCanBeFencedOff) {
   EXPECT_EQ(child.wait(), 0);
   for (int i = 0; i < 100; ++i) target.side.poll();
   EXPECT_TRUE(target.memory == still);
-  EXPECT_EQ(target.side.all<PeerDown>().size(), 1u);
+  EXPECT_EQ(target.side.count<PeerDown>(), 1u);
 }
 
 TEST_P(ProcessConformance, AFrozenSourceDoesNotHoldUpTheOthers) {
@@ -325,7 +324,7 @@ TEST_P(ProcessConformance, AFrozenSourceDoesNotHoldUpTheOthers) {
     wire.receive();
     source.write(runs);
     source.side.transport->notify(source.target, kTag, bytes_of("landed"));
-    EXPECT_TRUE(drive({&source.side}, [&] { return source.side.all<Completed>().size() == 2; }));
+    EXPECT_TRUE(drive({&source.side}, [&] { return source.side.count<Completed>() == 2; }));
     wire.receive();
   };
   Child frozen(role);
@@ -335,7 +334,7 @@ TEST_P(ProcessConformance, AFrozenSourceDoesNotHoldUpTheOthers) {
   const PeerId peer = target.welcome(running.wire());
   frozen.freeze();
   running.wire().send("go");
-  ASSERT_TRUE(drive({&target.side}, [&] { return !target.side.all<Notice>().empty(); }));
+  ASSERT_TRUE(drive({&target.side}, [&] { return target.side.count<Notice>() > 0; }));
   EXPECT_EQ(target.side.all<Notice>()[0].peer, peer);
   EXPECT_TRUE(target.memory == target.after(runs));
 }
@@ -347,8 +346,8 @@ TEST_P(ProcessConformance, AFrozenTargetThatWasGivenUpNeverTellsOfWhatItReadsLat
     Target target(c);
     target.welcome(wire);
     raise(SIGSTOP);
-    EXPECT_TRUE(drive({&target.side}, [&] { return !target.side.all<PeerDown>().empty(); }));
-    EXPECT_TRUE(target.side.all<Notice>().empty());
+    EXPECT_TRUE(drive({&target.side}, [&] { return target.side.count<PeerDown>() > 0; }));
+    EXPECT_TRUE(target.side.count<Notice>() == 0);
   });
   Source source(c, child.wire());
   child.await_frozen();
@@ -360,7 +359,7 @@ TEST_P(ProcessConformance, AFrozenTargetThatWasGivenUpNeverTellsOfWhatItReadsLat
   fill(source.from.memory(), 99);  // used again
   child.thaw();
   EXPECT_EQ(child.wait(), 0);
-  ASSERT_TRUE(drive_soon(source.side, [&] { return source.side.all<Completed>().size() == 2; }));
+  ASSERT_TRUE(drive_soon(source.side, [&] { return source.side.count<Completed>() == 2; }));
   EXPECT_FALSE(source.side.completed(post)->delivered);
 }
 
@@ -405,13 +404,13 @@ TEST_P(ProcessConformance, ManySourcesFillOneTarget) {
       const auto runs = share(i);
       source.write(runs);
       source.side.transport->notify(source.target, kTag, bytes_of("landed"));
-      EXPECT_TRUE(drive({&source.side}, [&] { return source.side.all<Completed>().size() == 2; }));
+      EXPECT_TRUE(drive({&source.side}, [&] { return source.side.count<Completed>() == 2; }));
       wire.receive();
     }));
   }
   Target target(c);
   for (const auto& child : children) target.welcome(child->wire());
-  ASSERT_TRUE(drive({&target.side}, [&] { return target.side.all<Notice>().size() == kSources; }));
+  ASSERT_TRUE(drive({&target.side}, [&] { return target.side.count<Notice>() == kSources; }));
   EXPECT_TRUE(target.memory == target.after(all));
   for (const auto& child : children) {
     child->wire().send("end");

@@ -18,7 +18,7 @@ void PrintTo(const ConformanceCase& c, std::ostream* out) { *out << c.name; }
 
 std::vector<std::byte> bytes_of(std::string_view text) {
   std::vector<std::byte> out(text.size());
-  std::memcpy(out.data(), text.data(), text.size());
+  if (!text.empty()) std::memcpy(out.data(), text.data(), text.size());
   return out;
 }
 
@@ -88,12 +88,12 @@ std::vector<std::byte> ConformancePair::after(std::span<const Run> runs) const {
 Side TransportConformance::side(std::string_view hello) { return {world_->endpoint(bytes_of(hello)), {}}; }
 
 std::pair<PeerId, PeerId> TransportConformance::connect(Side& a, Side& b) {
-  const std::size_t before = b.all<PeerUp>().size();
+  const std::size_t before = b.count<PeerUp>();
   const auto id = a.transport->connect(b.transport->address());
   EXPECT_TRUE(id.has_value()) << to_string(id.error());
   const auto up = [&] {
     const auto ups = a.all<PeerUp>();
-    return std::any_of(ups.begin(), ups.end(), [&](const PeerUp& e) { return e.peer == *id; }) && b.all<PeerUp>().size() > before;
+    return std::any_of(ups.begin(), ups.end(), [&](const PeerUp& e) { return e.peer == *id; }) && b.count<PeerUp>() > before;
   };
   EXPECT_TRUE(drive({&a, &b}, up));
   return {*id, b.all<PeerUp>().back().peer};
@@ -160,8 +160,8 @@ TEST_P(TransportConformance, TellsBothSidesWhoTheOtherIs) {
   Side a = side("prefill 3");
   Side b = side("decode 1");
   const auto [to_b, to_a] = connect(a, b);
-  ASSERT_EQ(a.all<PeerUp>().size(), 1u);
-  ASSERT_EQ(b.all<PeerUp>().size(), 1u);
+  ASSERT_EQ(a.count<PeerUp>(), 1u);
+  ASSERT_EQ(b.count<PeerUp>(), 1u);
   EXPECT_EQ(a.all<PeerUp>()[0].peer, to_b);
   EXPECT_EQ(a.all<PeerUp>()[0].hello, bytes_of("decode 1"));
   EXPECT_EQ(b.all<PeerUp>()[0].peer, to_a);
@@ -223,7 +223,7 @@ TEST_P(TransportConformance, CompletesExactlyOnceAndNeverInsideTheCall) {
   }
   EXPECT_TRUE(p->source.events.empty());
   EXPECT_TRUE(std::is_sorted(posts.begin(), posts.end()));
-  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.all<Completed>().size() >= posts.size(); }));
+  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() >= posts.size(); }));
   for (int i = 0; i < 100; ++i) p->source.poll(), p->target.poll();
   std::vector<PostId> completed;
   for (const Completed& done : p->source.all<Completed>()) completed.push_back(done.post);
@@ -244,9 +244,9 @@ TEST_P(TransportConformance, ANoticeArrivesWhenItsWritesAreVisible) {
     p->source.transport->write(p->write(second));
     p->source.transport->notify(p->to_target, kTag, bytes_of("landed"));
     p->target.events.clear();
-    ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return !p->target.all<Notice>().empty(); }));
+    ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->target.count<Notice>() > 0; }));
     ASSERT_TRUE(p->memory == want) << "round " << round;
-    ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.all<Completed>().size() == 3; }));
+    ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() == 3; }));
     p->source.events.clear();
   }
 }
@@ -262,7 +262,7 @@ TEST_P(TransportConformance, NoticesComeInOrderAndWhole) {
   sent.emplace_back(static_cast<std::size_t>(p->source.transport->abilities().max_notice_bytes.value));
   fill(sent.back(), 9);
   p->source.transport->notify(p->to_target, kTag, sent.back());
-  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->target.all<Notice>().size() == sent.size(); }));
+  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->target.count<Notice>() == sent.size(); }));
   const auto notices = p->target.all<Notice>();
   for (std::size_t i = 0; i < sent.size(); ++i) {
     EXPECT_EQ(notices[i].payload, sent[i]) << i;
@@ -277,7 +277,7 @@ TEST_P(TransportConformance, RefusesANoticeThatIsTooLong) {
   const PostId post = p->source.transport->notify(p->to_target, kTag, payload);
   ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.completed(post) != nullptr; }));
   EXPECT_THAT(to_string(p->source.completed(post)->delivered.error()), HasSubstr("a notice of 69633 bytes; the most is 69632"));
-  EXPECT_TRUE(p->target.all<Notice>().empty());
+  EXPECT_TRUE(p->target.count<Notice>() == 0);
 }
 
 TEST_P(TransportConformance, AnEmptyBatchIsDelivered) {
@@ -315,7 +315,7 @@ TEST_P(TransportConformance, RefusesARunOutsideOfARegionWithItsValues) {
     EXPECT_THAT(p->source.completed(post)->delivered.error().message, HasSubstr(bad.words));
   }
   EXPECT_TRUE(p->memory == before);
-  EXPECT_TRUE(p->source.all<PeerDown>().empty()) << "one bad operation does not cost the peer";
+  EXPECT_TRUE(p->source.count<PeerDown>() == 0) << "one bad operation does not cost the peer";
 }
 
 TEST_P(TransportConformance, RefusesAKeyThatIsNonsense) {
@@ -332,11 +332,11 @@ TEST_P(TransportConformance, NoNoticeFollowsAWriteThatFailed) {
   const Runs outside{{Bytes(0), Bytes(1 << 20), Bytes(1)}};
   p->source.transport->write(p->write(outside));
   const PostId notice = p->source.transport->notify(p->to_target, kTag, bytes_of("landed"));
-  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.all<Completed>().size() == 2; }));
+  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() == 2; }));
   EXPECT_THAT(to_string(p->source.completed(notice)->delivered.error()), HasSubstr("tag 77"));
   const PostId later = p->source.transport->notify(p->to_target, kTag, bytes_of("its owner knows"));
   ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.completed(later) != nullptr; }));
-  ASSERT_EQ(p->target.all<Notice>().size(), 1u);
+  ASSERT_EQ(p->target.count<Notice>(), 1u);
   EXPECT_EQ(p->target.all<Notice>()[0].payload, bytes_of("its owner knows"));
 }
 
@@ -348,14 +348,14 @@ TEST_P(TransportConformance, TakesNothingOfATagThatIsNotAdmitted) {
   p->source.transport->write(p->write(runs, Tag(5)));
   p->source.transport->notify(p->to_target, Tag(5), bytes_of("landed"));
   const PostId fine = p->source.transport->notify(p->to_target, kTag, bytes_of("other tags go on"));
-  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.all<Completed>().size() == 3; }));
+  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() == 3; }));
   for (const Completed& done : p->source.all<Completed>()) {
     if (done.post == fine) continue;
     ASSERT_FALSE(done.delivered);
     EXPECT_THAT(done.delivered.error().message, HasSubstr("tag 5"));
   }
   EXPECT_TRUE(p->memory == before);
-  EXPECT_EQ(p->target.all<Notice>().size(), 1u);
+  EXPECT_EQ(p->target.count<Notice>(), 1u);
 }
 
 TEST_P(TransportConformance, NothingOfATagLandsAfterRevoke) {
@@ -368,11 +368,11 @@ TEST_P(TransportConformance, NothingOfATagLandsAfterRevoke) {
   const bool finished = p->source.completed(post) != nullptr;
   ASSERT_TRUE(p->target.transport->revoke(p->to_source, kTag));
   const auto still = p->memory;
-  const std::size_t notices = p->target.all<Notice>().size();
-  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.all<Completed>().size() == 2; }));
+  const std::size_t notices = p->target.count<Notice>();
+  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() == 2; }));
   for (int i = 0; i < 100; ++i) p->source.poll(), p->target.poll();
   EXPECT_TRUE(p->memory == still);
-  EXPECT_EQ(p->target.all<Notice>().size(), notices);
+  EXPECT_EQ(p->target.count<Notice>(), notices);
   if (!finished && p->memory != p->after(runs)) {
     EXPECT_FALSE(p->source.completed(post)->delivered);
   }
@@ -392,14 +392,14 @@ TEST_P(TransportConformance, NothingLandsAfterTheTargetFenced) {
   ASSERT_TRUE(p->target.transport->fence(p->to_source)) << "twice is fine";
   const auto still = p->memory;
   ASSERT_TRUE(
-      drive({&p->source, &p->target}, [&] { return !p->source.all<PeerDown>().empty() && !p->target.all<PeerDown>().empty(); }));
+      drive({&p->source, &p->target}, [&] { return p->source.count<PeerDown>() > 0 && p->target.count<PeerDown>() > 0; }));
   for (int i = 0; i < 100; ++i) p->source.poll(), p->target.poll();
   EXPECT_TRUE(p->memory == still);
-  EXPECT_EQ(p->source.all<PeerDown>().size(), 1u);
-  EXPECT_EQ(p->target.all<PeerDown>().size(), 1u);
-  ASSERT_EQ(p->source.all<Completed>().size(), 2u);
+  EXPECT_EQ(p->source.count<PeerDown>(), 1u);
+  EXPECT_EQ(p->target.count<PeerDown>(), 1u);
+  ASSERT_EQ(p->source.count<Completed>(), 2u);
   EXPECT_TRUE(std::holds_alternative<PeerDown>(p->source.events.back()));
-  if (p->target.all<Notice>().empty()) {
+  if (p->target.count<Notice>() == 0) {
     EXPECT_FALSE(p->source.completed(notice)->delivered);
   }
   if (p->source.completed(post)->delivered) {
@@ -415,9 +415,9 @@ TEST_P(TransportConformance, NothingIsToldAsLandedAfterTheSourceFenced) {
   ASSERT_TRUE(p->source.transport->fence(p->to_target));
   fill(p->from.memory(), 99);  // used again
   ASSERT_TRUE(
-      drive({&p->source, &p->target}, [&] { return !p->source.all<PeerDown>().empty() && !p->target.all<PeerDown>().empty(); }));
-  EXPECT_TRUE(p->target.all<Notice>().empty());
-  ASSERT_EQ(p->source.all<Completed>().size(), 2u);
+      drive({&p->source, &p->target}, [&] { return p->source.count<PeerDown>() > 0 && p->target.count<PeerDown>() > 0; }));
+  EXPECT_TRUE(p->target.count<Notice>() == 0);
+  ASSERT_EQ(p->source.count<Completed>(), 2u);
   for (const Completed& done : p->source.all<Completed>()) EXPECT_FALSE(done.delivered);
 }
 
@@ -428,13 +428,13 @@ TEST_P(TransportConformance, AWriteToAPeerThatIsGoneIsNeverDelivered) {
   p->to = {};
   p->target.transport.reset();
   const PostId after = p->source.transport->write(p->write(runs));
-  ASSERT_TRUE(drive({&p->source}, [&] { return !p->source.all<PeerDown>().empty() && p->source.completed(after) != nullptr; }));
+  ASSERT_TRUE(drive({&p->source}, [&] { return p->source.count<PeerDown>() > 0 && p->source.completed(after) != nullptr; }));
   const PostId later = p->source.transport->write(p->write(runs));
   const PostId notice = p->source.transport->notify(p->to_target, kTag, bytes_of("x"));
-  ASSERT_TRUE(drive({&p->source}, [&] { return p->source.all<Completed>().size() == 4; }));
+  ASSERT_TRUE(drive({&p->source}, [&] { return p->source.count<Completed>() == 4; }));
   for (const PostId post : {before, after, later, notice}) EXPECT_FALSE(p->source.completed(post)->delivered) << p->source.text();
   EXPECT_EQ(p->source.completed(later)->delivered.error().code, Code::unavailable);
-  EXPECT_EQ(p->source.all<PeerDown>().size(), 1u);
+  EXPECT_EQ(p->source.count<PeerDown>(), 1u);
 }
 
 TEST_P(TransportConformance, TheTargetLearnsThatItsSourceIsGone) {
@@ -443,7 +443,7 @@ TEST_P(TransportConformance, TheTargetLearnsThatItsSourceIsGone) {
   p->source.transport->write(p->write(runs));
   p->from = {};
   p->source.transport.reset();
-  ASSERT_TRUE(drive({&p->target}, [&] { return !p->target.all<PeerDown>().empty(); }));
+  ASSERT_TRUE(drive({&p->target}, [&] { return p->target.count<PeerDown>() > 0; }));
   EXPECT_EQ(p->target.all<PeerDown>()[0].peer, p->to_source);
 }
 
@@ -454,11 +454,11 @@ TEST_P(TransportConformance, AWriteIntoARegionThatIsGoneFails) {
   const auto runs = pages(16, 4096, 9);
   const PostId post = p->source.transport->write(p->write(runs));
   const PostId notice = p->source.transport->notify(p->to_target, kTag, bytes_of("landed"));
-  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.all<Completed>().size() == 2; }));
+  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() == 2; }));
   ASSERT_FALSE(p->source.completed(post)->delivered);
   EXPECT_THAT(p->source.completed(post)->delivered.error().message, HasSubstr("the target has no region"));
   EXPECT_FALSE(p->source.completed(notice)->delivered);
-  EXPECT_TRUE(p->target.all<Notice>().empty());
+  EXPECT_TRUE(p->target.count<Notice>() == 0);
   EXPECT_TRUE(p->memory == before);
 }
 
@@ -498,8 +498,8 @@ TEST_P(TransportConformance, ABatchOfAnyLengthPasses) {
 TEST_P(TransportConformance, ManyOpenOperationsPass) {
   auto p = pair();
   const Runs runs{{Bytes(0), Bytes(0), Bytes(100)}};
-  for (int i = 0; i < 5000; ++i) p->source.transport->write(p->write(runs));
-  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.all<Completed>().size() == 5000; }));
+  for (int i = 0; i < 2000; ++i) p->source.transport->write(p->write(runs));
+  ASSERT_TRUE(drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() == 2000; }));
 }
 
 TEST_P(TransportConformance, BothDirectionsAtOnceDoNotBlockEachOther) {
@@ -517,8 +517,8 @@ TEST_P(TransportConformance, BothDirectionsAtOnceDoNotBlockEachOther) {
     p->source.transport->write(p->write(runs));
     p->target.transport->write({back_from.id(), *remote, kTag, runs});
   }
-  ASSERT_TRUE(drive({&p->source, &p->target},
-                    [&] { return p->source.all<Completed>().size() == 3 && p->target.all<Completed>().size() == 3; }));
+  ASSERT_TRUE(
+      drive({&p->source, &p->target}, [&] { return p->source.count<Completed>() == 3 && p->target.count<Completed>() == 3; }));
   EXPECT_TRUE(p->memory == want);
   EXPECT_TRUE(std::equal(want_back.begin(), want_back.end(), back_to.memory().begin()));
 }
@@ -544,9 +544,8 @@ TEST_P(TransportConformance, ServesManyPeers) {
     const auto remote = sources[i].transport->import_region(to_target, *target.transport->export_region(to.id()));
     sources[i].transport->write({from[i].id(), *remote, kTag, shifted[i]});
   }
-  ASSERT_TRUE(drive(all, [&] {
-    return std::all_of(sources.begin(), sources.end(), [](const Side& s) { return s.all<Completed>().size() == 1; });
-  }));
+  ASSERT_TRUE(drive(
+      all, [&] { return std::all_of(sources.begin(), sources.end(), [](const Side& s) { return s.count<Completed>() == 1; }); }));
   std::vector<std::byte> want(kPeers * kShare);
   for (std::size_t i = 0; i < kPeers; ++i) {
     EXPECT_TRUE(sources[i].all<Completed>()[0].delivered);
@@ -562,31 +561,30 @@ TEST_P(TransportConformance, OnePeersEndIsNotTheOthers) {
   other.transport.reset();
   const auto runs = pages(16, 4096, 13);
   const PostId post = p->source.transport->write(p->write(runs));
-  ASSERT_TRUE(drive({&p->source, &p->target},
-                    [&] { return p->source.completed(post) != nullptr && !p->target.all<PeerDown>().empty(); }));
+  ASSERT_TRUE(
+      drive({&p->source, &p->target}, [&] { return p->source.completed(post) != nullptr && p->target.count<PeerDown>() > 0; }));
   EXPECT_TRUE(p->source.completed(post)->delivered);
 }
 
-TEST_P(TransportConformance, AWaitingPollWakesForAWrite) {
-  if (!GetParam().abilities.crosses_processes) GTEST_SKIP() << "all endpoints are in one thread";
+TEST_P(ProcessConformance, AWaitingPollWakesForAWriteOfAnotherThread) {
   auto p = pair();
   const auto runs = pages(16, 4096, 14);
   const auto want = p->after(runs);
   std::thread target([&] {
     p->target.transport->take_over();
     const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
-    while (p->target.all<Notice>().empty() && std::chrono::steady_clock::now() < deadline)
+    while (p->target.count<Notice>() == 0 && std::chrono::steady_clock::now() < deadline)
       p->target.poll({.wait = std::chrono::seconds(5)});
   });
   p->source.transport->write(p->write(runs));
   p->source.transport->notify(p->to_target, kTag, bytes_of("landed"));
   const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
-  while (p->source.all<Completed>().size() < 2 && std::chrono::steady_clock::now() < deadline)
+  while (p->source.count<Completed>() < 2 && std::chrono::steady_clock::now() < deadline)
     p->source.poll({.wait = std::chrono::seconds(5)});
   target.join();
   p->target.transport->take_over();
   EXPECT_TRUE(p->memory == want);
-  EXPECT_EQ(p->source.all<Completed>().size(), 2u);
+  EXPECT_EQ(p->source.count<Completed>(), 2u);
 }
 
 TEST_P(TransportConformance, LeavesNoDescriptorBehind) {

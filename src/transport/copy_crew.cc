@@ -1,8 +1,7 @@
 #include "kvloom/transport/copy_crew.h"
 
-#include <signal.h>
-
 #include <algorithm>
+#include <csignal>
 
 #include "kvloom/transport/copy_kernels.h"
 

@@ -54,6 +54,12 @@ struct Side {
     }
     return out;
   }
+  template <class T>
+  std::size_t count() const {
+    std::size_t n = 0;
+    for (const Event& event : events) n += static_cast<std::size_t>(std::holds_alternative<T>(event));
+    return n;
+  }
   const Completed* completed(PostId post) const;
   std::string text() const;  // all events, for failures
 };
@@ -102,7 +108,8 @@ class TransportConformance : public testing::TestWithParam<ConformanceCase> {
   std::unique_ptr<ConformanceWorld> world_;
 };
 
-class ProcessConformance : public testing::TestWithParam<ConformanceCase> {};
+// For transports between processes, and so between threads as well.
+class ProcessConformance : public TransportConformance {};
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ProcessConformance);
 

@@ -87,7 +87,8 @@ PostId FaultyTransport::post(Operation operation) {
     tags.break_tag(operation.tag);
   }
   const PostId id = operation.post;
-  held_[operation.peer.value].push_back(std::make_unique<Operation>(std::move(operation)));
+  auto& queue = held_[operation.peer.value];
+  queue.push_back(std::make_unique<Operation>(std::move(operation)));
   return id;
 }
 

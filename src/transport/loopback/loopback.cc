@@ -192,7 +192,7 @@ Expected<Bytes> LoopbackTransport::copy(const Link& link, const Operation& opera
   if (target == regions_.end())
     return fail(Scope::transfer, Code::out_of_range, "the target has no region {} any more", operation.target.value);
   const auto length = [](const Memory& m) { return Bytes(static_cast<std::int64_t>(m.memory.size())); };
-  if (const auto ok = check_runs(operation.runs, length(source->second), length(target->second)); !ok) return ok;
+  if (auto ok = check_runs(operation.runs, length(source->second), length(target->second)); !ok) return ok;
   std::vector<CopyJob> jobs;
   for (const Run& run : operation.runs) jobs.push_back({target->second.memory.data(), source->second.memory.data(), run});
   if (world_.order_) std::shuffle(jobs.begin(), jobs.end(), *world_.order_);

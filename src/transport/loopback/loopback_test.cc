@@ -32,7 +32,7 @@ struct Couple {
     source.transport = world.endpoint({});
     target.transport = world.endpoint({});
     to_target = *source.transport->connect(target.transport->address());
-    drive({&source, &target}, [&] { return !target.all<PeerUp>().empty(); });
+    drive({&source, &target}, [&] { return target.count<PeerUp>() > 0; });
     to_source = target.all<PeerUp>()[0].peer;
     from = *source.transport->allocate(Bytes(4096));
     to = *target.transport->allocate(Bytes(4096));
@@ -68,7 +68,7 @@ TEST(Loopback, RecordsWhatWasPosted) {
 std::vector<std::uint64_t> order_of(LoopbackWorld world) {
   Couple c(world);
   for (int i = 0; i < 20; ++i) c.source.transport->write({c.from.id(), c.remote, Tag(1), {}});
-  drive({&c.source, &c.target}, [&] { return c.source.all<Completed>().size() == 20; });
+  drive({&c.source, &c.target}, [&] { return c.source.count<Completed>() == 20; });
   std::vector<std::uint64_t> order;
   for (const Completed& done : c.source.all<Completed>()) order.push_back(done.post.value);
   return order;

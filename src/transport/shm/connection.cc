@@ -10,6 +10,8 @@ namespace kvloom::shm {
 
 namespace {
 
+constexpr int kMostMessages = 1024;  // of one turn: more than a socket holds, so a peer can't keep us reading
+
 OutboxView fresh_outbox(const SharedMemory& memory, OutboxShape shape) {
   std::byte* const base = memory.mapping.memory().data();
   new (base) OutboxHeader{};
@@ -48,7 +50,7 @@ Expected<void> Connection::greet(std::span<const std::byte> hello) {
 }
 
 void Connection::read_socket() {
-  while (state_ != State::down) {
+  for (int i = 0; i < kMostMessages && state_ != State::down; ++i) {
     auto received = receive(socket_);
     if (received && !*received) return;
     const auto ok = received ? take(**received) : tl::unexpected(received.error());
@@ -99,9 +101,9 @@ bool Connection::turn(Bytes& budget) {
 }
 
 Expected<bool> Connection::try_turn(Bytes& budget) {
-  const auto collected = outgoing_.collect();
+  auto collected = outgoing_.collect();
   if (!collected) return collected;
-  const auto pumped = outgoing_.pump(socket_);
+  auto pumped = outgoing_.pump(socket_);
   if (!pumped) return pumped;
   auto consumed = incoming_.consume(budget);
   if (consumed && incoming_.missing()) {
@@ -125,8 +127,8 @@ void Connection::pump() {
 void Connection::ring_bell() {
   const std::uint32_t sleeping = inbox_.header().sleeping.load();
   if (sleeping % 2 == 0 || sleeping == rung_) return;
-  send(socket_, {Kind::bell, 0, 0, 0, 0}, {},
-       nullptr);  // if the socket is full, the peer has what wakes it; if it is gone, epoll says so
+  // If the socket is full, the peer has what wakes it; if it is gone, epoll says so.
+  send(socket_, {Kind::bell, 0, 0, 0, 0}, {}, nullptr);
   rung_ = sleeping;
 }
 

@@ -1,11 +1,14 @@
 #include "kvloom/transport/shm/memory.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <string.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
 
 namespace kvloom::shm {
 
@@ -38,9 +41,10 @@ Expected<SharedMemory> make_shared_memory(const char* name, Bytes length) {
 
 Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length) {
   if (length.value <= 0) return fail(Code::invalid_argument, "memory of {} bytes", length.value);
-  // Fails on everything but memfds, so no file system can make us wait in a page fault.
+  // Nothing but an ordinary memfd: another file system could make us wait in a page fault, and huge pages that run out are a SIGBUS.
   const int seals = fcntl(fd.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
+  struct statfs system = {};
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstatfs(fd.get(), &system) != 0 || system.f_type != TMPFS_MAGIC)
     return fail(Code::invalid_argument, "not a memfd that is sealed against shrinking");
   struct stat st = {};
   if (fstat(fd.get(), &st) != 0 || st.st_size < length.value) {

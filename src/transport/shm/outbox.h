@@ -28,24 +28,28 @@ inline constexpr std::uint64_t kMostSlots = 1 << 20;
 
 enum class SlotKind : std::uint32_t { write = 1, run = 2, notice = 3 };
 
+struct WriteSlot {
+  std::uint64_t tag;
+  std::uint64_t source;  // region of the sender
+  std::uint64_t target;  // region of the receiver
+  std::uint64_t runs;    // so many run slots follow
+};
+struct RunSlot {
+  std::int64_t source_offset, target_offset, bytes, count, source_step, target_step;
+};
+struct NoticeSlot {
+  std::uint64_t tag;
+  std::uint64_t bytes;  // of payload: it follows in whole slots
+};
+
 struct Slot {
   SlotKind kind;
   std::uint32_t reserved;
   std::uint64_t operation;  // of write and notice: the index of the operation on this connection, from 0
   union {
-    struct {
-      std::uint64_t tag;
-      std::uint64_t source;  // region of the sender
-      std::uint64_t target;  // region of the receiver
-      std::uint64_t runs;    // so many run slots follow
-    } write;
-    struct {
-      std::uint64_t tag;
-      std::uint64_t bytes;  // of payload: it follows in whole slots
-    } notice;
-    struct {
-      std::int64_t source_offset, target_offset, bytes, count, source_step, target_step;
-    } run;
+    WriteSlot write;
+    NoticeSlot notice;
+    RunSlot run;
   };
 };
 static_assert(sizeof(Slot) == kSlotBytes);

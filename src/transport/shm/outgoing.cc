@@ -73,7 +73,7 @@ Expected<std::uint64_t> Outgoing::room() const {
 Expected<bool> Outgoing::pump(const Fd& socket) {
   bool any = send_withdrawals(socket);
   while (put_ - collected_ < open_.size()) {
-    const auto more = put(open_[put_ - collected_], socket);
+    auto more = put(open_[put_ - collected_], socket);
     if (!more) return more;
     any |= *more;
     const Operation& operation = open_[put_ - collected_];

@@ -1,17 +1,17 @@
 #include "kvloom/transport/shm/shm.h"
 
-#include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <time.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <utility>
 
 #include "kvloom/transport/check_runs.h"

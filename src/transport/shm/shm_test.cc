@@ -4,12 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstring>
 
 #include "tests/conformance/conformance.h"
@@ -77,7 +77,7 @@ TEST(Shm, AnEndpointWithoutANameCanOnlyConnect) {
   Side b{*ShmTransport::make({.listen = "*"}), {}};
   EXPECT_EQ(a.transport->address(), "");
   ASSERT_TRUE(a.transport->connect(b.transport->address()));
-  EXPECT_TRUE(drive({&a, &b}, [&] { return b.all<PeerUp>().size() == 1; }));
+  EXPECT_TRUE(drive({&a, &b}, [&] { return b.count<PeerUp>() == 1; }));
 }
 
 TEST(Shm, WritesFromRegisteredMemoryAreRefusedWithAWayOut) {
@@ -98,8 +98,8 @@ TEST(Shm, ServesNoMorePeersThanItsOptionsSay) {
     side.transport = *ShmTransport::make({});
     ASSERT_TRUE(side.transport->connect(b.transport->address()));
   }
-  ASSERT_TRUE(drive({&sides[0], &sides[1], &sides[2], &b}, [&] { return sides[2].all<PeerDown>().size() == 1; }));
-  EXPECT_EQ(b.all<PeerUp>().size(), 2u);
+  ASSERT_TRUE(drive({&sides[0], &sides[1], &sides[2], &b}, [&] { return sides[2].count<PeerDown>() == 1; }));
+  EXPECT_EQ(b.count<PeerUp>(), 2u);
 }
 
 // --- forked children over a socketpair ------------------------------------------------------------------------------
@@ -114,26 +114,26 @@ TEST(Shm, AForkedChildAdoptsItsEndOfASocketpair) {
     Side side{nullptr, {}};
     const auto parent = transport->adopt(ends[1]);
     side.transport = std::move(transport);
-    const bool ok = parent && drive({&side}, [&] { return !side.all<Notice>().empty() || !side.all<PeerDown>().empty(); });
+    const bool ok = parent && drive({&side}, [&] { return side.count<Notice>() > 0 || side.count<PeerDown>() > 0; });
     side.transport->notify(*parent, Tag(2), bytes_of("pong"));
-    const bool told = drive({&side}, [&] { return !side.all<Completed>().empty(); });
+    const bool told = drive({&side}, [&] { return side.count<Completed>() > 0; });
     _exit(ok && told && side.all<Completed>()[0].delivered ? 0 : 1);
   }
   close(ends[1]);
   auto transport = *ShmTransport::make({.hello = bytes_of("parent")});
   const PeerId peer = *transport->adopt(ends[0]);
   Side side{std::move(transport), {}};
-  ASSERT_TRUE(drive({&side}, [&] { return !side.all<PeerUp>().empty(); }));
+  ASSERT_TRUE(drive({&side}, [&] { return side.count<PeerUp>() > 0; }));
   EXPECT_EQ(side.all<PeerUp>()[0].hello, bytes_of("child"));
   ASSERT_TRUE(side.transport->admit(peer, Tag(2)));
   // The child admits nothing, so this fails, and its notice comes back when the parent is seen down: or never. It is the
   // connection that counts.
   side.transport->notify(peer, Tag(1), bytes_of("ping"));
-  ASSERT_TRUE(drive({&side}, [&] { return side.all<Completed>().size() == 1; }));
+  ASSERT_TRUE(drive({&side}, [&] { return side.count<Completed>() == 1; }));
   EXPECT_FALSE(side.all<Completed>()[0].delivered);
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
-  EXPECT_TRUE(drive({&side}, [&] { return !side.all<PeerDown>().empty(); }));
+  EXPECT_TRUE(drive({&side}, [&] { return side.count<PeerDown>() > 0; }));
 }
 
 TEST(Shm, ADeadPeerIsNoticedThoughAnotherProcessHoldsItsSocket) {
@@ -152,9 +152,9 @@ TEST(Shm, ADeadPeerIsNoticedThoughAnotherProcessHoldsItsSocket) {
   auto transport = *ShmTransport::make({});
   (void)transport->adopt(ends[0]);
   side.transport = std::move(transport);
-  ASSERT_TRUE(drive({&side}, [&] { return !side.all<PeerUp>().empty(); }));
+  ASSERT_TRUE(drive({&side}, [&] { return side.count<PeerUp>() > 0; }));
   kill(child, SIGKILL);
-  EXPECT_TRUE(drive({&side}, [&] { return !side.all<PeerDown>().empty(); }));  // ends[1] is still open here
+  EXPECT_TRUE(drive({&side}, [&] { return side.count<PeerDown>() > 0; }));  // ends[1] is still open here
   EXPECT_THAT(to_string(side.all<PeerDown>()[0].reason), HasSubstr("the peer's process died"));
   waitpid(child, nullptr, 0);
   close(ends[1]);
@@ -222,16 +222,16 @@ class HostilePeer : public testing::Test {
   // Greeted, and its tag admitted.
   void meet() {
     hostile_->greet();
-    ASSERT_TRUE(drive({&side_}, [&] { return !side_.all<PeerUp>().empty(); }));
+    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > 0; }));
     peer_ = side_.all<PeerUp>()[0].peer;
     ASSERT_TRUE(side_.transport->admit(peer_, kTag));
   }
 
   // What the transport found wrong; the rest of it goes on, and no memory was touched.
   std::string verdict() {
-    EXPECT_TRUE(drive({&side_}, [&] { return !side_.all<PeerDown>().empty(); }));
+    EXPECT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > 0; }));
     for (const std::byte b : memory_) EXPECT_EQ(b, std::byte{7});
-    return side_.all<PeerDown>().empty() ? "nothing" : to_string(side_.all<PeerDown>()[0].reason);
+    return side_.count<PeerDown>() == 0 ? "nothing" : to_string(side_.all<PeerDown>()[0].reason);
   }
 
   std::vector<std::byte> memory_;
@@ -382,7 +382,7 @@ TEST_F(HostilePeer, CannotVouchForOtherCounts) {
   hostile_->outbox().put(hostile_->outbox().answer(0), shm::Answer{shm::Outcome::delivered, 3});
   hostile_->header().answered.store(1);
   EXPECT_THAT(verdict(), HasSubstr("the peer vouches for 3 bytes of 4"));
-  ASSERT_EQ(side_.all<Completed>().size(), 1u);
+  ASSERT_EQ(side_.count<Completed>(), 1u);
   EXPECT_FALSE(side_.all<Completed>()[0].delivered);
 }
 
@@ -402,7 +402,7 @@ TEST_F(HostilePeer, WhoClosesIsNotBelievedEvenIfAllWasCopied) {
   slot.notice = {kTag.value, 0};
   hostile_->put(slot);
   EXPECT_THAT(verdict(), HasSubstr("the peer closed the connection"));
-  EXPECT_TRUE(side_.all<Notice>().empty());
+  EXPECT_TRUE(side_.count<Notice>() == 0);
 }
 
 }  // namespace

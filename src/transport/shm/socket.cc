@@ -1,12 +1,13 @@
 #include "kvloom/transport/shm/socket.h"
 
-#include <errno.h>
-#include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
 
 namespace kvloom::shm {
 
