@@ -44,7 +44,7 @@ def closure(path, build):
 
 def key(entry, build, version):
     digest = hashlib.sha256()
-    for part in (version, content(ROOT / ".clang-tidy"), entry["command"].encode()):
+    for part in (version, content(ROOT / ".clang-tidy"), content(ROOT / "src/tools/.clang-tidy"), entry["command"].encode()):
         digest.update(hashlib.sha256(part).digest())
     for path in closure(pathlib.Path(entry["file"]), build):
         digest.update(hashlib.sha256(content(path)).digest())

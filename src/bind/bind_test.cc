@@ -66,7 +66,8 @@ TEST(Bind, PagesInNoOrderLeaveTwoByTwo) {
 
 TEST(Bind, NeighboursOnBothSidesAreOneRun) {
   const Plan plan = plan_of(shapes::mla(1, 10), "tp=1,page=4", "tp=1,page=4");
-  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), source({3, 4, 5}), target({7, 8, 9}), {0, 11}).value()), (Lines{"120->280 110"}));
+  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), source({3, 4, 5}), target({7, 8, 9}), {0, 11}).value()),
+            (Lines{"120->280 110"}));
 }
 
 TEST(Bind, PagesAtAConstantStepAreOneRun) {
@@ -78,7 +79,8 @@ TEST(Bind, PagesAtAConstantStepAreOneRun) {
 TEST(Bind, BeginsAtThePrefixAndEndsAtTheTotal) {
   const Plan plan = plan_of(shapes::mla(1, 10), "tp=1,page=4", "tp=1,page=4");
   // Tokens 3..9: slot 3 of column 0, all of column 1, slots 0 and 1 of column 2.
-  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), source({0, 5, 2}), target({0, 8, 4}), {3, 10}).value()), (Lines{"30->30 10", "200->320 40", "80->160 20"}));
+  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), source({0, 5, 2}), target({0, 8, 4}), {3, 10}).value()),
+            (Lines{"30->30 10", "200->320 40", "80->160 20"}));
   EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), source({0, 5, 2}), target({0, 8, 4}), {10, 10}).value()), Lines{});
 }
 
@@ -91,7 +93,8 @@ TEST(Bind, PagesOfTwoSizesMeetAtTheSmaller) {
 TEST(Bind, StripesOfOneTokenAreStridedRuns) {
   const Plan plan = plan_of(shapes::mla(1, 10), "tp=1,page=4", "dcp=2:stripe=1,page=4");
   // Rank 1 has tokens 1, 3, 5, 7 in its first page.
-  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 1), source({2, 6}), target({9}), {0, 8}).value()), (Lines{"90->360 10 x2 +20+10", "250->380 10 x2 +20+10"}));
+  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 1), source({2, 6}), target({9}), {0, 8}).value()),
+            (Lines{"90->360 10 x2 +20+10", "250->380 10 x2 +20+10"}));
 }
 
 TEST(Bind, OwnershipByPageValueReadsTheTable) {
@@ -134,7 +137,8 @@ TEST(Bind, OfAMillionTokensFarOutIsAsTheOracleSays) {
   // Tokens around 2^33 with a table whose leading columns name no page.
   const Plan plan = plan_of(shapes::mla(1, 2), "tp=1,page=65536", "dcp=3:stripe=4,page=65536");
   const std::int64_t total = (std::int64_t{1} << 33) + 100, prefix = total - 60;
-  std::vector<PageId> from(static_cast<std::size_t>(total / 65536 + 1), kNoPage), to(static_cast<std::size_t>(total / (3 * 65536) + 1), kNoPage);
+  std::vector<PageId> from(static_cast<std::size_t>(total / 65536 + 1), kNoPage),
+      to(static_cast<std::size_t>(total / (3 * 65536) + 1), kNoPage);
   from.back() = PageId(1);
   from[from.size() - 2] = PageId(0);
   to.back() = PageId(0);
@@ -148,10 +152,12 @@ TEST(Bind, OfAMillionTokensFarOutIsAsTheOracleSays) {
 TEST(Bind, RefusesTablesThatDoNotReach) {
   const Plan plan = plan_of(shapes::mla(1, 10), "tp=1,page=4", "dcp=2,page=4");
   const Path path = path_of(plan, 0, 1);
-  EXPECT_TRUE(says(bind(plan, path, source({0, 1, 2}), target({0, 1}), {0, 16}),
-                   "prefill rank 0 group latent: token 15 stands in column 3 (pages of 4 tokens), but the page table has 3 columns"));
-  EXPECT_TRUE(says(bind(plan, path, source({0, 1, 2, 3}), target({0}), {0, 16}),
-                   "decode rank 1 group latent: token 15 stands in column 1 (pages of 4 tokens), but the page table has 1 columns"));
+  EXPECT_TRUE(
+      says(bind(plan, path, source({0, 1, 2}), target({0, 1}), {0, 16}),
+           "prefill rank 0 group latent: token 15 stands in column 3 (pages of 4 tokens), but the page table has 3 columns"));
+  EXPECT_TRUE(
+      says(bind(plan, path, source({0, 1, 2, 3}), target({0}), {0, 16}),
+           "decode rank 1 group latent: token 15 stands in column 1 (pages of 4 tokens), but the page table has 1 columns"));
   EXPECT_TRUE(bind(plan, path, source({0, 1, 2, 3}), target({0}), {0, 12})) << "tokens 12 to 15 are not wanted";
 }
 
@@ -161,13 +167,16 @@ TEST(Bind, RefusesAGapOnlyWhereATokenNeedsIt) {
   EXPECT_TRUE(bind(plan, path, source({-1, 1, 2}), target({-1, 1, 2}), {4, 12}));
   EXPECT_TRUE(says(bind(plan, path, source({-1, 1, 2}), target({0, 1, 2}), {3, 12}),
                    "prefill rank 0 group latent: column 0 names no page, but tokens 3 to 11 need it"));
-  EXPECT_TRUE(says(bind(plan, path, source({0, 1, 2}), target({0, -1, 2}), {0, 12}), "decode rank 0 group latent: column 1 names no page"));
+  EXPECT_TRUE(says(bind(plan, path, source({0, 1, 2}), target({0, -1, 2}), {0, 12}),
+                   "decode rank 0 group latent: column 1 names no page"));
 }
 
 TEST(Bind, RefusesRangesThatAreNone) {
   const Plan plan = plan_of(shapes::mla(1, 10), "tp=1", "tp=1");
   const Path path = path_of(plan, 0, 0);
-  const auto with = [&](std::int64_t begin, std::int64_t end) { return bind(plan, path, source({0}), target({0}), {begin, end}); };
+  const auto with = [&](std::int64_t begin, std::int64_t end) {
+    return bind(plan, path, source({0}), target({0}), {begin, end});
+  };
   EXPECT_TRUE(says(with(-1, 4), "token range [-1, 4): the prefix must be 0 or more and not beyond the tokens"));
   EXPECT_TRUE(says(with(5, 4), "token range [5, 4)"));
   EXPECT_TRUE(says(with(0, kUnbounded), "token range [0, "));
@@ -195,8 +204,8 @@ TEST(Bind, OfAWindowMovesItsTailOnly) {
   EXPECT_EQ(bytes(1, 0, 40), 7);
   EXPECT_EQ(bytes(1, 36, 40), 4);
   EXPECT_EQ(bytes(1, 0, 5), 5);
-  EXPECT_EQ(bytes(2, 0, 44), 4);   // chunks of 10: tokens 40 to 43
-  EXPECT_EQ(bytes(2, 0, 40), 0);   // the next token begins a chunk
+  EXPECT_EQ(bytes(2, 0, 44), 4);  // chunks of 10: tokens 40 to 43
+  EXPECT_EQ(bytes(2, 0, 40), 0);  // the next token begins a chunk
   EXPECT_EQ(bytes(2, 42, 44), 2);
 }
 
@@ -213,10 +222,12 @@ TEST(Bind, OfAStateIsOneRowWhateverTheRange) {
 
 RC_GTEST_PROP(TemplateLaw, MovesEachByteOnce, ()) {
   const auto element = *rc::gen::element<std::int64_t>(1, 2);
-  const std::vector<PlaneShape> planes = {{"k", element * *rc::gen::inRange<std::int64_t>(1, 4), element}, {"v", 2 * element, element}, {"s", 1, 1}};
+  const std::vector<PlaneShape> planes = {
+      {"k", element * *rc::gen::inRange<std::int64_t>(1, 4), element}, {"v", 2 * element, element}, {"s", 1, 1}};
   const CacheGroup group{"kv", GroupKind::paged, {LayerId(0)}, 8, planes, {}, {}};
   const auto layout = [&](std::int64_t heads, std::int64_t tokens) {
-    const auto order = *rc::gen::element(PageOrder::nhd, PageOrder::hnd, PageOrder::packed_nhd, PageOrder::packed_hnd, PageOrder::cpu);
+    const auto order =
+        *rc::gen::element(PageOrder::nhd, PageOrder::hnd, PageOrder::packed_nhd, PageOrder::packed_hnd, PageOrder::cpu);
     const PageLayout tight = PageLayout::make(order, group, heads, tokens).value();
     return PageLayout::make(order, group, heads, tokens, tight.page_stride() + *rc::gen::inRange<std::int64_t>(0, 3)).value();
   };
@@ -232,7 +243,8 @@ RC_GTEST_PROP(TemplateLaw, MovesEachByteOnce, ()) {
   heads.count = *rc::gen::inRange<std::int64_t>(1, std::min(source_heads, target_heads) + 1);
   heads.source_first = *rc::gen::inRange<std::int64_t>(0, source_heads - heads.count + 1);
   heads.target_first = *rc::gen::inRange<std::int64_t>(0, target_heads - heads.count + 1);
-  const PageLayout from = layout(source_heads, last(piece.source_slot, piece.source_step) + *rc::gen::inRange<std::int64_t>(0, 3));
+  const PageLayout from =
+      layout(source_heads, last(piece.source_slot, piece.source_step) + *rc::gen::inRange<std::int64_t>(0, 3));
   const PageLayout to = layout(target_heads, last(piece.target_slot, piece.target_step) + *rc::gen::inRange<std::int64_t>(0, 3));
   const auto law = laws::check_template(from, to, heads, piece);
   if (!law) RC_FAIL(law.error().message);
@@ -242,7 +254,7 @@ TEST(Template, AWholePageOfOneLayoutIsOneRun) {
   const CacheGroup group{"kv", GroupKind::paged, {LayerId(0)}, 8, {{"k", 256, 2}, {"v", 256, 2}}, {}, {}};
   for (const PageOrder order : {PageOrder::nhd, PageOrder::hnd, PageOrder::packed_nhd, PageOrder::packed_hnd, PageOrder::cpu}) {
     const PageLayout layout = PageLayout::make(order, group, 8, 16).value();
-    std::vector<kvloom::Run> runs;  // testing::Test::Run hides ours
+    std::vector<kvloom::Run> runs;  // inside a test, Run is testing::Test's
     expand(layout, layout, {0, 0, 8}, {0, 0, 16, 1, 0, 0}, runs);
     ASSERT_EQ(runs.size(), 1U) << to_string(order);
     EXPECT_EQ(text_of(runs[0]), "0->0 65536");

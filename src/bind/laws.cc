@@ -22,7 +22,8 @@ std::size_t index_in(const Side& side, const std::string& name) {
 
 // Tables of one side: `pages` gives the pages of a table of so many columns.
 template <class Pages>
-std::vector<std::vector<PageTable>> make_tables(const Plan& plan, const Side& side, std::int64_t total, PageTable::Use use, Pages pages) {
+std::vector<std::vector<PageTable>> make_tables(const Plan& plan, const Side& side, std::int64_t total, PageTable::Use use,
+                                                Pages pages) {
   const Oracle oracle(side, total);
   std::vector<std::vector<PageTable>> out;
   for (const GroupPlan& group : plan.groups()) {
@@ -51,8 +52,15 @@ struct Wanted {
 class Landing {
  public:
   Landing(const Plan& plan, const RequestTables& tables, std::int32_t group, Rank target, TokenRange range)
-      : plan_(plan), tables_(tables), group_(group), target_(target), range_(range), from_(plan.source(), length(plan, range)), to_(plan.target(), length(plan, range)),
-        side_(*plan.groups()[static_cast<std::size_t>(group)].target), from_group_(index_in(plan.source(), side_.name)),
+      : plan_(plan),
+        tables_(tables),
+        group_(group),
+        target_(target),
+        range_(range),
+        from_(plan.source(), length(plan, range)),
+        to_(plan.target(), length(plan, range)),
+        side_(*plan.groups()[static_cast<std::size_t>(group)].target),
+        from_group_(index_in(plan.source(), side_.name)),
         to_group_(index_in(plan.target(), side_.name)) {}
 
   Expected<void> check() {
@@ -68,7 +76,8 @@ class Landing {
         if (!from_.holds_layer(from_group_, paths_[i].source, side_.layers[static_cast<std::size_t>(layer)]))
           return refuse(paths_[i].source, fmt::format("layer {} is sent by a rank that has it not", layer));
       if (!held && bringing.empty()) continue;
-      if (!held) return refuse(paths_[bringing.front()].source, fmt::format("layer {} is sent to a rank that wants it not", layer));
+      if (!held)
+        return refuse(paths_[bringing.front()].source, fmt::format("layer {} is sent to a rank that wants it not", layer));
       if (!seen.emplace(bringing, layer).second) continue;
       if (auto ok = check_layer(bringing); !ok) return ok;
     }
@@ -80,8 +89,8 @@ class Landing {
   static std::int64_t length(const Plan& plan, TokenRange range) { return plan.total() == kUnbounded ? range.end : plan.total(); }
 
   tl::unexpected<Error> refuse(Rank source, const std::string& what) const {
-    return fail(Code::invalid_argument, "bind: path {} -> {} of group {}, tokens [{}, {}): {}", source.value, target_.value, side_.name,
-                range_.begin, range_.end, what);
+    return fail(Code::invalid_argument, "bind: path {} -> {} of group {}, tokens [{}, {}): {}", source.value, target_.value,
+                side_.name, range_.begin, range_.end, what);
   }
 
   const PageTable& source_table(Rank rank) const {
@@ -109,11 +118,14 @@ class Landing {
     for (std::size_t i = 0; i < runs.size(); ++i) {
       const Run& run = runs[i];
       sum += run.total();
-      if (run.count < 1 || run.bytes <= Bytes(0) || (run.count == 1 && (run.source_step != Bytes(0) || run.target_step != Bytes(0))))
+      if (run.count < 1 || run.bytes <= Bytes(0) ||
+          (run.count == 1 && (run.source_step != Bytes(0) || run.target_step != Bytes(0))))
         return refuse(source, fmt::format("run {} has {} pieces of {} B", i, run.count, run.bytes.value));
-      if (i > 0 && joinable(runs[i - 1], run)) return refuse(source, fmt::format("fewest: runs {} and {} of {} could be one", i - 1, i, runs.size()));
+      if (i > 0 && joinable(runs[i - 1], run))
+        return refuse(source, fmt::format("fewest: runs {} and {} of {} could be one", i - 1, i, runs.size()));
     }
-    if (sum != bound->bytes()) return refuse(source, fmt::format("streaming: bytes() is {}, its runs have {}", bound->bytes().value, sum.value));
+    if (sum != bound->bytes())
+      return refuse(source, fmt::format("streaming: bytes() is {}, its runs have {}", bound->bytes().value, sum.value));
     paths_.push_back(*path);
     runs_.push_back(runs);
     return {};
@@ -127,7 +139,8 @@ class Landing {
       const std::int64_t page = page_of(to_, to_group_, target_, token, target_table());
       if (!to_.holds_token(to_group_, target_, token, page)) continue;
       for (std::int32_t head = 0; head < side_.heads; ++head)
-        for (std::int32_t plane = 0; to_.holds_head(to_group_, target_, head) && plane < static_cast<std::int32_t>(side_.planes.size()); ++plane)
+        for (std::int32_t plane = 0;
+             to_.holds_head(to_group_, target_, head) && plane < static_cast<std::int32_t>(side_.planes.size()); ++plane)
           for (std::int64_t byte = 0; byte < side_.planes[static_cast<std::size_t>(plane)].bytes; ++byte) {
             const std::int64_t at = to_.address(to_group_, target_, token, head, static_cast<std::size_t>(plane), byte, page);
             out[static_cast<std::size_t>(at)] = {token, head, plane, byte};
@@ -139,7 +152,8 @@ class Landing {
 
   static std::int64_t extent(const GroupSide& side, const PageTable& table) {
     std::int64_t bytes = table.pool_pages() * side.layout.page_stride();
-    for (const PlaneLayout& plane : side.layout.planes()) bytes = std::max(bytes, plane.offset + table.pool_pages() * side.layout.page_stride());
+    for (const PlaneLayout& plane : side.layout.planes())
+      bytes = std::max(bytes, plane.offset + table.pool_pages() * side.layout.page_stride());
     return bytes;
   }
 
@@ -155,16 +169,21 @@ class Landing {
             if (auto ok = check_byte(paths_[i].source, bytes, from, to); !ok) return ok;
             --left;
           }
-    if (left != 0) return refuse(bringing.empty() ? Rank(-1) : paths_[bringing.front()].source, fmt::format("{} wanted bytes are not written", left));
+    if (left != 0)
+      return refuse(bringing.empty() ? Rank(-1) : paths_[bringing.front()].source,
+                    fmt::format("{} wanted bytes are not written", left));
     return {};
   }
 
   Expected<void> check_byte(Rank source, std::vector<Wanted>& bytes, std::int64_t from, std::int64_t to) const {
-    if (to < 0 || to >= static_cast<std::int64_t>(bytes.size())) return refuse(source, fmt::format("writes byte {} of {}", to, bytes.size()));
+    if (to < 0 || to >= static_cast<std::int64_t>(bytes.size()))
+      return refuse(source, fmt::format("writes byte {} of {}", to, bytes.size()));
     Wanted& wanted = bytes[static_cast<std::size_t>(to)];
     if (wanted.token < 0) return refuse(source, fmt::format("byte {} is written twice, or not wanted", to));
     const std::int64_t page = page_of(from_, from_group_, source, wanted.token, source_table(source));
-    const auto what = [&] { return fmt::format("token {} head {} plane {} byte {}", wanted.token, wanted.head, wanted.plane, wanted.byte); };
+    const auto what = [&] {
+      return fmt::format("token {} head {} plane {} byte {}", wanted.token, wanted.head, wanted.plane, wanted.byte);
+    };
     if (!from_.holds_token(from_group_, source, wanted.token, page) || !from_.holds_head(from_group_, source, wanted.head))
       return refuse(source, what() + " is sent by a rank that has it not");
     const std::int64_t right =
@@ -214,16 +233,21 @@ RequestTables identity_tables(const Plan& plan, std::int64_t total) {
 
 std::vector<Run> drain(BoundPath& path, std::size_t room) {
   std::vector<Run> buffer(room), out;
-  while (const std::size_t n = path.next(buffer)) out.insert(out.end(), buffer.begin(), buffer.begin() + static_cast<std::ptrdiff_t>(n));
+  while (const std::size_t n = path.next(buffer))
+    out.insert(out.end(), buffer.begin(), buffer.begin() + static_cast<std::ptrdiff_t>(n));
   return out;
 }
 
 bool joinable(const Run& a, const Run& b) {
-  if (a.count == 1 && b.count == 1 && b.source_offset == a.source_offset + a.bytes && b.target_offset == a.target_offset + a.bytes) return true;
+  if (a.count == 1 && b.count == 1 && b.source_offset == a.source_offset + a.bytes &&
+      b.target_offset == a.target_offset + a.bytes)
+    return true;
   if (a.bytes != b.bytes) return false;
   const Bytes source_gap = b.source_offset - (a.source_offset + a.source_step * (a.count - 1));
   const Bytes target_gap = b.target_offset - (a.target_offset + a.target_step * (a.count - 1));
-  const auto steps_by_gap = [&](const Run& run) { return run.count == 1 || (run.source_step == source_gap && run.target_step == target_gap); };
+  const auto steps_by_gap = [&](const Run& run) {
+    return run.count == 1 || (run.source_step == source_gap && run.target_step == target_gap);
+  };
   return steps_by_gap(a) && steps_by_gap(b);
 }
 
@@ -236,7 +260,8 @@ Expected<void> check_bind(const Plan& plan, const RequestTables& tables, TokenRa
   return {};
 }
 
-Expected<void> check_template(const PageLayout& source, const PageLayout& target, const HeadSlice& heads, const TokenPiece& piece) {
+Expected<void> check_template(const PageLayout& source, const PageLayout& target, const HeadSlice& heads,
+                              const TokenPiece& piece) {
   using Pair = std::pair<std::int64_t, std::int64_t>;  // source byte, target byte
   std::vector<Pair> wanted, moved;
   for (std::int64_t i = 0; i < piece.count; ++i)
@@ -252,16 +277,18 @@ Expected<void> check_template(const PageLayout& source, const PageLayout& target
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const Run& run = runs[i];
     if (i > 0 && run.source_offset <= runs[i - 1].source_offset)
-      return fail(Code::invalid_argument, "template: run {} begins at source byte {}, not after the one before", i, run.source_offset.value);
+      return fail(Code::invalid_argument, "template: run {} begins at source byte {}, not after the one before", i,
+                  run.source_offset.value);
     for (std::int64_t n = 0; n < run.count; ++n)
       for (std::int64_t b = 0; b < run.bytes.value; ++b)
-        moved.emplace_back(run.source_offset.value + n * run.source_step.value + b, run.target_offset.value + n * run.target_step.value + b);
+        moved.emplace_back(run.source_offset.value + n * run.source_step.value + b,
+                           run.target_offset.value + n * run.target_step.value + b);
   }
   std::sort(wanted.begin(), wanted.end());
   std::sort(moved.begin(), moved.end());
   if (moved != wanted)
-    return fail(Code::invalid_argument, "template: {} bytes moved by {} runs, {} wanted, or not the same ones", moved.size(), runs.size(),
-                wanted.size());
+    return fail(Code::invalid_argument, "template: {} bytes moved by {} runs, {} wanted, or not the same ones", moved.size(),
+                runs.size(), wanted.size());
   return {};
 }
 

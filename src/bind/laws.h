@@ -30,7 +30,8 @@ RequestTables identity_tables(const Plan& plan, std::int64_t total);
 
 // All laws but template, for all paths.  @pre few bytes; `tables` reach to range.end
 Expected<void> check_bind(const Plan& plan, const RequestTables& tables, TokenRange range);
-Expected<void> check_template(const PageLayout& source, const PageLayout& target, const HeadSlice& heads, const TokenPiece& piece);
+Expected<void> check_template(const PageLayout& source, const PageLayout& target, const HeadSlice& heads,
+                              const TokenPiece& piece);
 
 // All runs that are left, through a buffer of `room`.  @pre room >= 2
 std::vector<Run> drain(BoundPath& path, std::size_t room);

@@ -24,14 +24,17 @@ TEST_P(BindOfListedPairs, KeepsEveryLaw) {
     n += 3;
     const auto shapes_of = shapes::all();
     const CacheShape& shape = shapes_of[n % shapes_of.size()];
-    const std::int64_t total = 1 + static_cast<std::int64_t>(n) * 7 % 40, prefix = n % 3 == 0 ? 0 : static_cast<std::int64_t>(n) * 5 % (total + 1);
+    const std::int64_t total = 1 + static_cast<std::int64_t>(n) * 7 % 40,
+                       prefix = n % 3 == 0 ? 0 : static_cast<std::int64_t>(n) * 5 % (total + 1);
     const std::string from_words = from + ",layout=" + orders[n % 5], to_words = to + ",layout=" + orders[n / 5 % 5];
     const Side source = side(shape, from_words, n % 2 == 0 ? 4 : 6), target = side(shape, to_words, n % 5 < 3 ? 4 : 2);
     const auto plan = compile(source, target, total);
     ASSERT_TRUE(plan) << from << " to " << to << " of " << shape.model() << ": " << plan.error().message;
     const auto what = [&] { return from_words + " to " + to_words + " of " + shape.model(); };
-    ASSERT_TRUE(holds(laws::check_bind(*plan, laws::random_tables(*plan, total, n), {prefix, total}))) << what() << ", random tables, seed " << n;
-    ASSERT_TRUE(holds(laws::check_bind(*plan, laws::identity_tables(*plan, total), {prefix, total}))) << what() << ", identity tables";
+    ASSERT_TRUE(holds(laws::check_bind(*plan, laws::random_tables(*plan, total, n), {prefix, total})))
+        << what() << ", random tables, seed " << n;
+    ASSERT_TRUE(holds(laws::check_bind(*plan, laws::identity_tables(*plan, total), {prefix, total})))
+        << what() << ", identity tables";
   }
 }
 
@@ -56,12 +59,14 @@ rc::Gen<std::pair<std::string, std::int64_t>> token_rule() {
   });
 }
 
-void check_generated(const CacheShape& shape, const std::pair<std::string, std::int64_t>& from, const std::pair<std::string, std::int64_t>& to,
-                     std::int64_t total, std::int64_t prefix, bool identity) {
+void check_generated(const CacheShape& shape, const std::pair<std::string, std::int64_t>& from,
+                     const std::pair<std::string, std::int64_t>& to, std::int64_t total, std::int64_t prefix, bool identity) {
   const auto plan = compile(side(shape, from.first, from.second), side(shape, to.first, to.second), total);
   if (!plan) RC_FAIL(plan.error().message);
-  const auto law = laws::check_bind(*plan, identity ? laws::identity_tables(*plan, total) : laws::random_tables(*plan, total, 7), {prefix, total});
-  if (!law) RC_FAIL(fmt::format("{} page {} to {} page {}: {}", from.first, from.second, to.first, to.second, law.error().message));
+  const auto law = laws::check_bind(*plan, identity ? laws::identity_tables(*plan, total) : laws::random_tables(*plan, total, 7),
+                                    {prefix, total});
+  if (!law)
+    RC_FAIL(fmt::format("{} page {} to {} page {}: {}", from.first, from.second, to.first, to.second, law.error().message));
 }
 
 RC_GTEST_PROP(BindLaw, HoldsForGeneratedTokenRules, ()) {

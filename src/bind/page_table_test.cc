@@ -41,7 +41,8 @@ TEST(PageTable, RefusesAPageOutsideItsPool) {
 }
 
 TEST(PageTable, RefusesATargetPageThatIsNamedTwice) {
-  EXPECT_TRUE(says(PageTable::make(pages({3, 1, 5, 1, 3}), 8, kTarget), "page 1 stands in columns 1 and 3; a page that is written may be named once"));
+  EXPECT_TRUE(says(PageTable::make(pages({3, 1, 5, 1, 3}), 8, kTarget),
+                   "page 1 stands in columns 1 and 3; a page that is written may be named once"));
   EXPECT_TRUE(PageTable::make(pages({3, 1, 5, 1, 3}), 8, kSource)) << "shared prefixes are read twice";
   // A pool far larger than the table is looked through another way.
   const std::int64_t pool = std::int64_t{1} << 50;

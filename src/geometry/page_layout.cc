@@ -202,6 +202,7 @@ Expected<PageLayout> PageLayout::make(PageOrder order, const CacheGroup& group, 
 Expected<PageLayout> PageLayout::strided(const CacheGroup& group, std::int64_t heads, std::int64_t page_tokens, std::int64_t block_stride,
                                          std::int64_t head_stride, std::int64_t token_stride, std::int64_t content_stride) {
   std::vector<PlaneLayout> made;
+  made.reserve(group.planes.size());
   std::int64_t elements_before = 0;
   for (const PlaneShape& shape : group.planes) {
     const auto offset = checked_mul(elements_before, content_stride);

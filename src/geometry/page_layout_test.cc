@@ -23,13 +23,17 @@ Expected<void> check_page_layout(const PageLayout& layout) {
     for (std::int64_t slot = 0; slot < layout.page_tokens(); ++slot)
       for (std::int64_t head = 0; head < layout.heads(); ++head)
         for (std::int64_t byte = 0; byte < plane.bytes; ++byte) {
-          const std::int64_t content = plane.content_stride == 0 ? byte : byte / plane.element_bytes * plane.content_stride + byte % plane.element_bytes;
+          const std::int64_t content =
+              plane.content_stride == 0 ? byte : byte / plane.element_bytes * plane.content_stride + byte % plane.element_bytes;
           const std::int64_t at = plane.offset + slot * plane.token_stride + head * plane.head_stride + content;
-          if (at != plane.at(slot, head, byte)) return fail(Code::invalid_argument, "at({}, {}, {}) is not {}", slot, head, byte, at);
-          if (at < 0 || at >= layout.page_stride()) return fail(Code::invalid_argument, "byte {} of a page of {}", at, layout.page_stride());
+          if (at != plane.at(slot, head, byte))
+            return fail(Code::invalid_argument, "at({}, {}, {}) is not {}", slot, head, byte, at);
+          if (at < 0 || at >= layout.page_stride())
+            return fail(Code::invalid_argument, "byte {} of a page of {}", at, layout.page_stride());
           if (!bytes.insert(at).second) return fail(Code::invalid_argument, "byte {} is used twice", at);
         }
-  if (static_cast<std::int64_t>(bytes.size()) != layout.payload()) return fail(Code::invalid_argument, "payload {}", layout.payload());
+  if (static_cast<std::int64_t>(bytes.size()) != layout.payload())
+    return fail(Code::invalid_argument, "payload {}", layout.payload());
   return {};
 }
 
@@ -44,7 +48,8 @@ TEST(PageLayout, NamedOrdersAreTheOnesThatEnginesUse) {
     std::vector<std::vector<std::int64_t>> out;
     const PageLayout layout = made(order, kv, 2, 16);
     EXPECT_EQ(layout.page_stride(), 16 * 2 * 512);
-    for (const PlaneLayout& plane : layout.planes()) out.push_back({plane.offset, plane.token_stride, plane.head_stride, plane.content_stride});
+    for (const PlaneLayout& plane : layout.planes())
+      out.push_back({plane.offset, plane.token_stride, plane.head_stride, plane.content_stride});
     return out;
   };
   using Rows = std::vector<std::vector<std::int64_t>>;
@@ -87,15 +92,18 @@ TEST(PageLayout, RefusesWhatCannotBe) {
   EXPECT_TRUE(says(PageLayout::make(PageOrder::nhd, mla, 1, -5), "page=-5 tokens"));
   EXPECT_TRUE(says(PageLayout::make(PageOrder::nhd, mla, 1, (1 << 20) + 1), "page=1048577 tokens"));
   EXPECT_TRUE(says(PageLayout::make(PageOrder::nhd, mla, 0, 64), "a page layout of 0 heads"));
-  EXPECT_TRUE(says(PageLayout::make(PageOrder::nhd, mla, 1, 64, 36863), "page_stride=36863 is below the page of 36864 B (64 tokens x 1 heads x 576 B)"));
-  EXPECT_TRUE(says(PageLayout::make(PageOrder::nhd, group({{"latent", std::int64_t{1} << 50, 1}}), 1 << 10, 1 << 10), "does not fit 63 bits"));
+  EXPECT_TRUE(says(PageLayout::make(PageOrder::nhd, mla, 1, 64, 36863),
+                   "page_stride=36863 is below the page of 36864 B (64 tokens x 1 heads x 576 B)"));
+  EXPECT_TRUE(says(PageLayout::make(PageOrder::nhd, group({{"latent", std::int64_t{1} << 50, 1}}), 1 << 10, 1 << 10),
+                   "does not fit 63 bits"));
   EXPECT_TRUE(says(PageLayout::planes(1, 4, 64, {}), "needs a plane"));
   EXPECT_TRUE(says(PageLayout::planes(1, 4, 64, {{"k", 0, 8, 0, 16, 0, 1}}), "are used twice"));
   EXPECT_TRUE(says(PageLayout::planes(1, 4, 64, {{"k", 0, 16, 0, 16, 0, 1}, {"v", 48, 1, 0, 1, 0, 1}}), "are used twice"));
   EXPECT_TRUE(says(PageLayout::planes(1, 4, 60, {{"k", 0, 16, 0, 16, 0, 1}}), "plane k reaches byte 64 of a page of 60 B"));
   EXPECT_TRUE(says(PageLayout::planes(1, 4, 64, {{"k", 0, 16, 0, 16, 0, 3}}), "elements divide the bytes"));
   EXPECT_TRUE(says(PageLayout::planes(1, 4, 64, {{"k", -1, 16, 0, 15, 0, 1}}), "must be positive"));
-  EXPECT_TRUE(says(PageLayout::planes(2, 4, 64, {{"k", 0, 16, std::int64_t{1} << 62, 16, 0, 1}}), "page_stride must be at least that"));
+  EXPECT_TRUE(
+      says(PageLayout::planes(2, 4, 64, {{"k", 0, 16, std::int64_t{1} << 62, 16, 0, 1}}), "page_stride must be at least that"));
   EXPECT_TRUE(says(parse_page_order("ndh"), "unknown layout 'ndh': nhd, hnd, packed-nhd, packed-hnd, cpu, mla or dsa-index"));
 }
 
@@ -115,9 +123,11 @@ RC_GTEST_PROP(PageLayoutLaw, GivesEachByteItsOwnPlace, ()) {
   const auto element = *rc::gen::element<std::int64_t>(1, 2, 4);
   const auto planes = *rc::gen::inRange(1, 4);
   std::vector<PlaneShape> shape;
-  for (int i = 0; i < planes; ++i) shape.push_back({fmt::format("p{}", i), element * *rc::gen::inRange<std::int64_t>(1, 5), element});
+  for (int i = 0; i < planes; ++i)
+    shape.push_back({fmt::format("p{}", i), element * *rc::gen::inRange<std::int64_t>(1, 5), element});
   const auto heads = *rc::gen::inRange<std::int64_t>(1, 5), tokens = *rc::gen::inRange<std::int64_t>(1, 17);
-  const auto order = *rc::gen::element(PageOrder::nhd, PageOrder::hnd, PageOrder::packed_nhd, PageOrder::packed_hnd, PageOrder::cpu);
+  const auto order =
+      *rc::gen::element(PageOrder::nhd, PageOrder::hnd, PageOrder::packed_nhd, PageOrder::packed_hnd, PageOrder::cpu);
   const auto law = check_page_layout(made(order, group(shape, 8), heads, tokens));
   if (!law) RC_FAIL(law.error().message);
 }

@@ -144,9 +144,10 @@ TEST(Sharding, RefusesEveryWrongWord) {
 
 // A later word must not silently undo an earlier one.
 TEST(Sharding, RefusesWordsThatAreSaidTwiceOrContradictEachOther) {
-  for (const char* text : {"page=64,page=16", "layout=nhd,layout=hnd", "page_stride=64,page_stride=128", "draft:replicated,draft:none",
-                           "draft:rank=1,draft:rank=2", "draft:page=4,draft:page=8", "dcp=4,draft:stripe=1,draft:stripe=2",
-                           "dcp=4,draft:stripe=1,draft:value", "draft:strides=8/1/1/1,draft:strides=8/1/1/1"})
+  for (const char* text :
+       {"page=64,page=16", "layout=nhd,layout=hnd", "page_stride=64,page_stride=128", "draft:replicated,draft:none",
+        "draft:rank=1,draft:rank=2", "draft:page=4,draft:page=8", "dcp=4,draft:stripe=1,draft:stripe=2",
+        "dcp=4,draft:stripe=1,draft:value", "draft:strides=8/1/1/1,draft:strides=8/1/1/1"})
     EXPECT_FALSE(Sharding::parse(text)) << text << " is read as " << to_string(*Sharding::parse(text));
 }
 
@@ -181,14 +182,18 @@ rc::Gen<std::string> word_list() {
       words.push_back(pp);
     }
     if (maybe()) words.push_back(fmt::format("page={}", number(64)));
-    if (maybe()) words.push_back(fmt::format("layout={}", *rc::gen::element<std::string>("nhd", "hnd", "packed-nhd", "packed-hnd", "cpu", "mla")));
+    if (maybe())
+      words.push_back(
+          fmt::format("layout={}", *rc::gen::element<std::string>("nhd", "hnd", "packed-nhd", "packed-hnd", "cpu", "mla")));
     if (maybe()) words.push_back(fmt::format("page_stride={}", number(100000)));
     for (const char* group : {"draft", "index_k"}) {
-      if (maybe()) words.push_back(fmt::format("{}:{}", group, *rc::gen::element<std::string>("replicated", "none", "rank=0", "rank=2")));
+      if (maybe())
+        words.push_back(fmt::format("{}:{}", group, *rc::gen::element<std::string>("replicated", "none", "rank=0", "rank=2")));
       if (maybe()) words.push_back(fmt::format("{}:{}", group, *rc::gen::element<std::string>("stripe=1", "value")));
       if (maybe()) words.push_back(fmt::format("{}:page={}", group, number(64)));
       if (maybe()) words.push_back(fmt::format("{}:layout=hnd", group));
-      if (maybe()) words.push_back(fmt::format("{}:strides={}/{}/{}/{}", group, number(9999), number(99), number(999), number(9)));
+      if (maybe())
+        words.push_back(fmt::format("{}:strides={}/{}/{}/{}", group, number(9999), number(99), number(999), number(9)));
     }
     for (std::size_t i = words.size(); i > 1; --i)
       std::swap(words[i - 1], words[static_cast<std::size_t>(*rc::gen::inRange<std::size_t>(0, i))]);
@@ -209,8 +214,7 @@ RC_GTEST_PROP(ShardingLaw, ParsesWhatItPrints, ()) {
 }
 
 RC_GTEST_PROP(ShardingLaw, SurvivesAnyText, ()) {
-  const std::string text = *rc::gen::container<std::string>(
-      rc::gen::elementOf(std::string("tpdc=:,/0189 layersintgvoukx_-")));
+  const std::string text = *rc::gen::container<std::string>(rc::gen::elementOf(std::string("tpdc=:,/0189 layersintgvoukx_-")));
   const auto made = Sharding::parse(text);
   if (made) RC_ASSERT(Sharding::parse(to_string(*made)).value() == *made);
 }

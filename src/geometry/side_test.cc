@@ -25,7 +25,9 @@ Expected<void> check_side(const Side& side, std::int64_t total) {
     std::map<std::int64_t, std::int32_t> replicas;
     for (std::int32_t r = 0; r < side.ranks(); ++r) {
       const Place& place = group.places[static_cast<std::size_t>(r)];
-      const auto refuse = [&](const std::string& what) { return fail(Code::invalid_argument, "rank {} group {}: {}", r, group.name, what); };
+      const auto refuse = [&](const std::string& what) {
+        return fail(Code::invalid_argument, "rank {} group {}: {}", r, group.name, what);
+      };
       const std::int64_t sign = oracle.sign(g, Rank(r));
       if (place.holds != (sign >= 0)) return refuse("holds");
       if (!place.holds) continue;
@@ -45,10 +47,12 @@ Expected<void> check_side(const Side& side, std::int64_t total) {
       for (std::int64_t t = 0; t < total; ++t) {
         const bool holds = oracle.holds_token(g, Rank(r), t, 0);
         if (tokens.contains(t) != holds) return refuse(fmt::format("token {}", t));
-        if (tokens.count_below(t) != n || oracle.count_tokens(g, Rank(r), 0, t) != n) return refuse(fmt::format("token {} is not the {}-th", t, n));
+        if (tokens.count_below(t) != n || oracle.count_tokens(g, Rank(r), 0, t) != n)
+          return refuse(fmt::format("token {} is not the {}-th", t, n));
         if (!holds) continue;
         const std::int64_t page = group.layout.page_tokens();
-        if (oracle.spot(g, Rank(r), t) != Oracle::Spot{n / page, n % page}) return refuse(fmt::format("token {} stands elsewhere", t));
+        if (oracle.spot(g, Rank(r), t) != Oracle::Spot{n / page, n % page})
+          return refuse(fmt::format("token {} stands elsewhere", t));
         ++n;
       }
     }
@@ -61,12 +65,14 @@ TEST(Side, IsWhatItsWordsSayForEveryListedShape) {
     for (const std::string& words : shapes::words())
       for (const std::int64_t total : {1, 3, 40})
         for (const std::int64_t page : {2, 4, 6})
-          ASSERT_TRUE(shapes::holds(check_side(side(shape, words, page), total))) << words << " of " << shape.model() << ", " << total << " tokens";
+          ASSERT_TRUE(shapes::holds(check_side(side(shape, words, page), total)))
+              << words << " of " << shape.model() << ", " << total << " tokens";
 }
 
 TEST(Side, GroupWordsOverrideTheSides) {
-  for (const char* words : {"tp=4,draft:replicated", "pp=2,tp=2,draft:rank=2", "dcp=4,draft:none", "dcp=4:stripe=2,draft:stripe=1",
-                            "dcp=4:value,draft:stripe=2", "dcp=2,draft:value", "cp=3:layers,draft:rank=0", "dcp=2,draft:page=8", "cp=4:zigzag,draft:replicated"})
+  for (const char* words : {"tp=4,draft:replicated", "pp=2,tp=2,draft:rank=2", "dcp=4,draft:none",
+                            "dcp=4:stripe=2,draft:stripe=1", "dcp=4:value,draft:stripe=2", "dcp=2,draft:value",
+                            "cp=3:layers,draft:rank=0", "dcp=2,draft:page=8", "cp=4:zigzag,draft:replicated"})
     EXPECT_TRUE(shapes::holds(check_side(side(shapes::drafted(), words), 40))) << words;
   const Side none = side(shapes::drafted(), "dcp=4,draft:none");
   EXPECT_EQ(none.groups().size(), 1U);
@@ -105,24 +111,30 @@ TEST(Side, SplitsLayersWithTheLongerBlocksFirst) {
   EXPECT_TRUE(few.groups()[0].layer_parts[3].empty());
   const Side given = side(shapes::drafted(), "pp=3:2,0,1");
   EXPECT_EQ(given.find("kv")->layer_parts, (std::vector<StridedSet>{StridedSet::interval(0, 2), {}, StridedSet::interval(2, 3)}));
-  EXPECT_EQ(given.find("draft")->layer_parts, (std::vector<StridedSet>{{}, {}, StridedSet::interval(0, 1)})) << "with the last layers";
+  EXPECT_EQ(given.find("draft")->layer_parts, (std::vector<StridedSet>{{}, {}, StridedSet::interval(0, 1)}))
+      << "with the last layers";
 }
 
 TEST(Side, RefusesWordsThatDoNotFitTheModel) {
-  const auto make = [](const CacheShape& shape, const std::string& words) { return Side::make(shape, Sharding::parse(words).value(), 64); };
+  const auto make = [](const CacheShape& shape, const std::string& words) {
+    return Side::make(shape, Sharding::parse(words).value(), 64);
+  };
   EXPECT_TRUE(says(make(shapes::gqa(8), "tp=3"),
                    "tp=3 does not divide 8 heads of group kv; 1, 2, 4, 8, 16, ... do\n"
                    "  tp=3\n"
                    "  ^^^^"));
-  EXPECT_TRUE(says(make(shapes::gqa(8), "pp=2,tp=6,dcp=2"), "tp=6 with dcp=2 does not divide 8 heads of group kv; 2, 4, 8, 16, 32, ... do"));
+  EXPECT_TRUE(says(make(shapes::gqa(8), "pp=2,tp=6,dcp=2"),
+                   "tp=6 with dcp=2 does not divide 8 heads of group kv; 2, 4, 8, 16, 32, ... do"));
   EXPECT_TRUE(says(make(shapes::gqa(8), "tp=12"), "tp=12 does not divide 8 heads"));
   EXPECT_TRUE(says(make(shapes::mla(), "pp=2:3,3"), "the pp stages hold 6 layers, but mla has 5"));
   EXPECT_TRUE(says(make(shapes::mla(), "draft:none"), "mla has no cache group 'draft': it has latent"));
   EXPECT_TRUE(says(make(shapes::dsa(), "draft:none"), "it has latent, index_k"));
   EXPECT_TRUE(says(make(shapes::drafted(), "tp=2,draft:rank=2"), "rank=2 of 2 ranks: 0 to 1"));
-  EXPECT_TRUE(says(make(shapes::mla(), "dcp=4:stripe=3,page=64"), "stripe=3 does not divide the page of 64 tokens of group latent"));
+  EXPECT_TRUE(
+      says(make(shapes::mla(), "dcp=4:stripe=3,page=64"), "stripe=3 does not divide the page of 64 tokens of group latent"));
   EXPECT_TRUE(says(make(shapes::mla(), "cp=4:interleave=128"), "stripe=128 does not divide the page of 64 tokens"));
-  EXPECT_TRUE(says(make(shapes::mla(), "page_stride=100"), "page_stride=100 is below the page of 128 B (64 tokens x 1 heads x 2 B)"));
+  EXPECT_TRUE(
+      says(make(shapes::mla(), "page_stride=100"), "page_stride=100 is below the page of 128 B (64 tokens x 1 heads x 2 B)"));
   EXPECT_TRUE(says(make(shapes::stateful(), "ssm:page=4"), "group ssm is a state per request: it has no pages of tokens"));
   EXPECT_TRUE(says(Side::make(shapes::mla(), Sharding::parse("tp=1").value(), 0), "page=0 tokens: from 1 to"));
 }
@@ -133,7 +145,8 @@ TEST(Side, TakesALayoutOnlyIfItFitsTheGroup) {
   EXPECT_TRUE(made.set_layout("kv", PageLayout::make(PageOrder::hnd, group, 1, 16, 1024).value()));
   EXPECT_EQ(made.find("kv")->layout.page_stride(), 1024);
   EXPECT_TRUE(says(made.set_layout("latent", made.find("kv")->layout), "no cache group 'latent'"));
-  EXPECT_TRUE(says(made.set_layout("kv", PageLayout::make(PageOrder::hnd, group, 2, 16).value()), "a layout of 2 heads, but each rank holds 1"));
+  EXPECT_TRUE(says(made.set_layout("kv", PageLayout::make(PageOrder::hnd, group, 2, 16).value()),
+                   "a layout of 2 heads, but each rank holds 1"));
   auto planes = made.find("kv")->layout.planes();
   std::swap(planes[0], planes[1]);
   EXPECT_FALSE(made.set_layout("kv", PageLayout::planes(1, 16, 1024, planes).value())) << "k where v is looked for";
@@ -154,7 +167,9 @@ RC_GTEST_PROP(SideLaw, IsWhatItsWordsSay, ()) {
   const auto stripe = *rc::gen::inRange<std::int64_t>(1, 9), page = stripe * *rc::gen::inRange<std::int64_t>(1, 5);
   const auto cp = *rc::gen::inRange(1, 7), pp = *rc::gen::inRange(1, 5), tp = *rc::gen::element(1, 2, 4, 8);
   const auto rule = *rc::gen::element<std::string>("", ":layers", ":zigzag", ":blocked", fmt::format(":interleave={}", stripe));
-  const std::string dcp = tp > 1 && rule != ":zigzag" && rule != ":blocked" && *rc::gen::arbitrary<bool>() ? fmt::format(",dcp={}:stripe={}", tp / 2, stripe) : "";
+  const std::string dcp = tp > 1 && rule != ":zigzag" && rule != ":blocked" && *rc::gen::arbitrary<bool>()
+                              ? fmt::format(",dcp={}:stripe={}", tp / 2, stripe)
+                              : "";
   const auto total = *rc::gen::inRange<std::int64_t>(1, 150);
   const auto words = fmt::format("pp={},cp={}{},tp={}{}", pp, cp, rule, tp, dcp);
   const auto law = check_side(side(*rc::gen::element(shapes::drafted(), shapes::gqa(8), shapes::stateful()), words, page), total);

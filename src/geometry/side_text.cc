@@ -111,12 +111,12 @@ class LineReader {
   std::string name() {
     const std::size_t end = std::min(rest_.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_"), rest_.size());
     if (end == 0) wrong("a name [a-z][a-z0-9_]*");
-    const std::string out(rest_.substr(0, end));
+    std::string out(rest_.substr(0, end));
     rest_.remove_prefix(end);
     return out;
   }
   std::string rest() {
-    const std::string out(rest_);
+    std::string out(rest_);
     rest_ = {};
     return out;
   }
@@ -156,7 +156,7 @@ std::string LineReader::quoted() {
       if (rest_.empty())
         wrong("a closing \"");
       else
-        byte = rest_.front();
+        byte = static_cast<unsigned char>(rest_.front());
       rest_.remove_prefix(std::min<std::size_t>(1, rest_.size()));
     }
     out += static_cast<char>(byte);

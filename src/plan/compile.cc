@@ -1,6 +1,7 @@
 #include "kvloom/plan/compile.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "kvloom/plan/verify.h"
@@ -82,12 +83,14 @@ Meetings meet_intervals(const std::vector<StridedSet>& source, const std::vector
 Meetings meet_layers(const GroupSide& source, const GroupSide& target) {
   if (source.layers == target.layers) return meet_intervals(source.layer_parts, target.layer_parts);
   std::vector<StridedSet> parts;
+  parts.reserve(source.layer_parts.size());
   for (const StridedSet& part : source.layer_parts) parts.push_back(in_target_ordinals(source, target, part));
   return meet_intervals(parts, target.layer_parts);
 }
 
 std::vector<StridedSet> token_parts(const TokenSplit& split, std::int64_t total) {
   std::vector<StridedSet> out;
+  out.reserve(static_cast<std::size_t>(split.parts));
   for (std::int32_t d = 0; d < split.parts; ++d) out.push_back(split.part(d, total));
   return out;
 }
@@ -100,24 +103,50 @@ Meetings meet_tokens(const GroupSide& source, const GroupSide& target, std::int6
   return out;
 }
 
-// Counts replicas of each source triple and, where there are several, numbers the targets that they serve.
+// Deals one class of consumers (see plan.h): target ranks that take `layers` layers each. `dealt`: units dealt before.
+void share_out(const std::vector<std::size_t>& targets, std::int64_t layers, std::int64_t& dealt, Senders& senders) {
+  const auto replicas = static_cast<std::size_t>(senders.replicas);
+  const std::size_t left = targets.size() % replicas, whole = targets.size() - left;
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    Senders::Share& share = senders.shares[targets[i]];
+    const std::int64_t first = i < whole ? static_cast<std::int64_t>(i) : dealt + static_cast<std::int64_t>(i - whole);
+    share.first = static_cast<std::int32_t>(first % senders.replicas);
+    share.step = i < whole ? 0 : static_cast<std::int32_t>(left);
+  }
+  senders.whole += static_cast<std::int32_t>(whole);
+  dealt += static_cast<std::int64_t>(left) * layers;
+}
+
+// Which of `senders.replicas` ranks at `place` serves which target.
+void choose(const GroupPlan& plan, const Place& place, Senders& senders) {
+  const std::vector<Place>& targets = plan.target->places;
+  std::map<std::int64_t, std::vector<std::size_t>> classes;  // by layers taken
+  senders.shares.resize(targets.size());
+  for (std::size_t t = 0; t < targets.size(); ++t) {
+    const Place& to = targets[t];
+    if (!to.holds || !plan.layers.any(place.layers, to.layers) || !plan.heads.any(place.heads, to.heads) || !plan.tokens.any(place.tokens, to.tokens))
+      continue;
+    senders.shares[t].consumer = senders.consumers++;
+    classes[plan.layers.at(place.layers, to.layers).front().size()].push_back(t);
+  }
+  std::int64_t dealt = 0;
+  for (const auto& [layers, members] : classes) share_out(members, layers, dealt, senders);
+}
+
+// Counts replicas of each source triple and, where there are several, shares out the targets that they serve.
 std::vector<Senders> choose_senders(const GroupPlan& plan) {
   const GroupSide& source = *plan.source;
   const std::size_t heads = source.head_parts.size(), tokens = static_cast<std::size_t>(source.tokens.parts);
   std::vector<Senders> out(source.layer_parts.size() * heads * tokens);
   for (Senders& senders : out) senders.replicas = 0;
-  for (const Place& place : source.places) {
-    if (!place.holds) continue;
-    const std::size_t triple = (static_cast<std::size_t>(place.layers) * heads + static_cast<std::size_t>(place.heads)) * tokens +
-                               static_cast<std::size_t>(place.tokens);
-    Senders& senders = out[triple];
-    if (++senders.replicas != 2) continue;
-    for (const Place& to : plan.target->places) {
-      const bool serves = to.holds && plan.layers.any(place.layers, to.layers) && plan.heads.any(place.heads, to.heads) &&
-                          plan.tokens.any(place.tokens, to.tokens);
-      senders.consumer.push_back(serves ? senders.consumers++ : -1);
-    }
-  }
+  const auto senders_at = [&](const Place& place) -> Senders& {
+    return out[(static_cast<std::size_t>(place.layers) * heads + static_cast<std::size_t>(place.heads)) * tokens +
+               static_cast<std::size_t>(place.tokens)];
+  };
+  for (const Place& place : source.places)
+    if (place.holds) ++senders_at(place).replicas;
+  for (const Place& place : source.places)
+    if (place.holds && place.replica == 0 && senders_at(place).replicas > 1) choose(plan, place, senders_at(place));
   return out;
 }
 

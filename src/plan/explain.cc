@@ -102,7 +102,7 @@ class PathStory {
 
   std::string size() const {
     const std::int64_t layers = path_->layers.size();
-    const std::string rate =
+    std::string rate =
         fmt::format("{} x {} B a {}", many(layers, "layer"), path_->row_bytes, state() ? "request" : "token");
     if (range_.end == kUnbounded) return rate;
     const std::int64_t tokens = path_->token_count(range_);
@@ -130,18 +130,16 @@ class PathStory {
   // What replica choice says of this pair.  @pre several replicas
   std::string share() const {
     const Senders& senders = group_.senders_of(from_);
-    const std::int32_t consumer = senders.consumer[static_cast<std::size_t>(target_.value)];
-    const std::int32_t dealt = senders.consumers % senders.replicas, whole = senders.consumers - dealt;
+    const Senders::Share& share = senders.shares[static_cast<std::size_t>(target_.value)];
     std::string out = fmt::format("prefill {} hold the same ({} replicas), decode {} is consumer {} of {}", list_text(replicas()),
-                                  senders.replicas, target_.value, consumer, senders.consumers);
-    if (consumer < whole)
-      return out + fmt::format(", served whole by replica {} mod {} = {}: prefill {}", consumer, senders.replicas,
-                               consumer % senders.replicas, replicas()[static_cast<std::size_t>(consumer % senders.replicas)]);
+                                  senders.replicas, target_.value, share.consumer, senders.consumers);
+    if (share.step == 0)
+      return out + fmt::format(", served whole by replica {}: prefill {}", share.first, replicas()[static_cast<std::size_t>(share.first)]);
     const StridedSet& all = group_.layers.at(from_.layers, to_.layers).front();
     const std::string mine = path_ ? fmt::format("{}", path_->layers.size()) : "none";
     return out +
            fmt::format(", one of {} that no full round of replicas serves: {} dealt out in turn, {} to prefill {} (replica {})",
-                       dealt, many(all.size(), "layer"), mine, source_.value, from_.replica);
+                       senders.consumers - senders.whole, many(all.size(), "layer"), mine, source_.value, from_.replica);
   }
 
   std::string who() const {

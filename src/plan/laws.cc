@@ -30,8 +30,12 @@ struct Twins {
   const std::string& name(std::int32_t group) const { return plan.groups()[static_cast<std::size_t>(group)].target->name; }
   std::int32_t groups() const { return static_cast<std::int32_t>(plan.groups().size()); }
 
-  bool source_holds(std::int32_t group, Rank rank, std::int64_t token) const { return holds(source, in_source(group), rank, token); }
-  bool target_holds(std::int32_t group, Rank rank, std::int64_t token) const { return holds(target, in_target(group), rank, token); }
+  bool source_holds(std::int32_t group, Rank rank, std::int64_t token) const {
+    return holds(source, in_source(group), rank, token);
+  }
+  bool target_holds(std::int32_t group, Rank rank, std::int64_t token) const {
+    return holds(target, in_target(group), rank, token);
+  }
 
  private:
   static bool holds(const Oracle& side, std::size_t group, Rank rank, std::int64_t token) {
@@ -59,7 +63,9 @@ Expected<void> check_total_of(const Twins& twins, std::int32_t group, Rank targe
   const GroupSide& side = *twins.plan.groups()[static_cast<std::size_t>(group)].target;
   const auto tokens = tokens_of(twins, group, request);
   const auto heads = static_cast<std::size_t>(side.heads);
-  const auto at_index = [&](std::size_t layer, std::size_t token, std::size_t head) { return (layer * tokens.size() + token) * heads + head; };
+  const auto at_index = [&](std::size_t layer, std::size_t token, std::size_t head) {
+    return (layer * tokens.size() + token) * heads + head;
+  };
   std::vector<std::int64_t> carried(side.layers.size() * tokens.size() * heads, 0);
   for (std::int32_t s = 0; s < twins.plan.source().ranks(); ++s) {
     const auto path = twins.plan.path(group, Rank(s), target);
@@ -67,10 +73,13 @@ Expected<void> check_total_of(const Twins& twins, std::int32_t group, Rank targe
     const auto layers = members(path->layers), path_heads = members(path->heads);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       std::int64_t times = times_in(path->tokens, tokens[i]);
-      if (filtered(*path, twins) && !(twins.source_holds(group, Rank(s), tokens[i]) && twins.target_holds(group, target, tokens[i]))) times = 0;
+      if (filtered(*path, twins) &&
+          !(twins.source_holds(group, Rank(s), tokens[i]) && twins.target_holds(group, target, tokens[i])))
+        times = 0;
       if (times == 0) continue;
       for (const std::int64_t layer : layers)
-        for (const std::int64_t head : path_heads) carried[at_index(static_cast<std::size_t>(layer), i, static_cast<std::size_t>(head))] += times;
+        for (const std::int64_t head : path_heads)
+          carried[at_index(static_cast<std::size_t>(layer), i, static_cast<std::size_t>(head))] += times;
     }
   }
   const std::size_t own = twins.in_target(group);
@@ -93,8 +102,8 @@ Expected<void> check_total_of(const Twins& twins, std::int32_t group, Rank targe
 Expected<void> check_faithful_of(const Twins& twins, const Path& path, const Request& request) {
   const std::size_t from = twins.in_source(path.group), to = twins.in_target(path.group);
   const auto refuse = [&](const char* side, const char* axis, std::int64_t index) {
-    return fail(Code::invalid_argument, "faithful: path {} -> {} of group {} carries {} {}, which {} rank has not", path.source.value,
-                path.target.value, twins.name(path.group), axis, index, side);
+    return fail(Code::invalid_argument, "faithful: path {} -> {} of group {} carries {} {}, which {} rank has not",
+                path.source.value, path.target.value, twins.name(path.group), axis, index, side);
   };
   for (const LayerId layer : twins.plan.layer_ids(path)) {
     if (!twins.source.holds_layer(from, path.source, layer)) return refuse("its prefill", "layer", layer.value);
@@ -106,8 +115,10 @@ Expected<void> check_faithful_of(const Twins& twins, const Path& path, const Req
   }
   for (const std::int64_t token : tokens_of(twins, path.group, request)) {
     if (times_in(path.tokens, token) == 0) continue;
-    if (!twins.source.by_value(from) && !twins.source_holds(path.group, path.source, token)) return refuse("its prefill", "token", token);
-    if (!twins.target.by_value(to) && !twins.target_holds(path.group, path.target, token)) return refuse("its decode", "token", token);
+    if (!twins.source.by_value(from) && !twins.source_holds(path.group, path.source, token))
+      return refuse("its prefill", "token", token);
+    if (!twins.target.by_value(to) && !twins.target_holds(path.group, path.target, token))
+      return refuse("its decode", "token", token);
   }
   return {};
 }
@@ -115,12 +126,15 @@ Expected<void> check_faithful_of(const Twins& twins, const Path& path, const Req
 Expected<void> check_bounds_of(const Twins& twins, const Path& path) {
   const GroupSide& side = *twins.plan.groups()[static_cast<std::size_t>(path.group)].target;
   const auto refuse = [&](const std::string& what) {
-    return fail(Code::invalid_argument, "in bounds: path {} -> {} of group {}: {}", path.source.value, path.target.value, side.name, what);
+    return fail(Code::invalid_argument, "in bounds: path {} -> {} of group {}: {}", path.source.value, path.target.value,
+                side.name, what);
   };
   const auto layers = members(path.layers), heads = members(path.heads);
   if (layers.empty() || heads.empty() || path.tokens.empty()) return refuse("an axis is empty");
-  if (layers.front() < 0 || layers.back() >= static_cast<std::int64_t>(side.layers.size())) return refuse("layers " + to_string(path.layers));
-  if (heads.front() < 0 || heads.back() >= side.heads || heads.back() - heads.front() + 1 != static_cast<std::int64_t>(heads.size()))
+  if (layers.front() < 0 || layers.back() >= static_cast<std::int64_t>(side.layers.size()))
+    return refuse("layers " + to_string(path.layers));
+  if (heads.front() < 0 || heads.back() >= side.heads ||
+      heads.back() - heads.front() + 1 != static_cast<std::int64_t>(heads.size()))
     return refuse("heads " + to_string(path.heads));
   std::int64_t row = 0;
   for (const PlaneShape& plane : side.planes) row += plane.bytes;
@@ -134,7 +148,8 @@ Expected<void> check_bounds_of(const Twins& twins, const Path& path) {
 }
 
 // What a path carries of the request, element by element.
-using Box = std::tuple<std::int32_t, std::int32_t, std::string, std::vector<LayerId>, std::vector<std::int64_t>, std::vector<std::int64_t>>;
+using Box = std::tuple<std::int32_t, std::int32_t, std::string, std::vector<LayerId>, std::vector<std::int64_t>,
+                       std::vector<std::int64_t>>;
 
 std::set<Box> boxes(const Plan& plan, const Request& request, bool mirrored) {
   const Twins twins(plan, request.total);
@@ -145,7 +160,8 @@ std::set<Box> boxes(const Plan& plan, const Request& request, bool mirrored) {
       if (times_in(path.tokens, token) != 0) tokens.push_back(token);
     if (tokens.empty()) continue;  // beyond the request
     const std::int32_t from = path.source.value, to = path.target.value;
-    out.emplace(mirrored ? to : from, mirrored ? from : to, twins.name(path.group), plan.layer_ids(path), members(path.heads), tokens);
+    out.emplace(mirrored ? to : from, mirrored ? from : to, twins.name(path.group), plan.layer_ids(path), members(path.heads),
+                tokens);
   }
   return out;
 }
@@ -240,44 +256,49 @@ Expected<void> check_in_bounds(const Plan& plan) {
 Expected<void> check_conserving(const Plan& plan, const Request& request) {
   const Twins twins(plan, request.total);
   std::vector<std::int64_t> sent(plan.groups().size(), 0);
-  for (const Path& path : plan.paths()) sent[static_cast<std::size_t>(path.group)] += plan.bytes(path, {request.prefix, request.total}).value;
+  for (const Path& path : plan.paths())
+    sent[static_cast<std::size_t>(path.group)] += plan.bytes(path, {request.prefix, request.total}).value;
   for (std::int32_t group = 0; group < twins.groups(); ++group) {
     const std::int64_t wanted = twins.target.wanted_bytes(twins.in_target(group), request.prefix);
     const bool value = twins.source.by_value(twins.in_source(group)) || twins.target.by_value(twins.in_target(group));
     const std::int64_t said = sent[static_cast<std::size_t>(group)];
     if (value ? said < wanted : said != wanted)  // by page value the plan knows only what it could be at most
-      return fail(Code::invalid_argument, "conserving: group {}: the paths of tokens [{}, {}) have {} bytes, wanted {}", twins.name(group),
-                  request.prefix, request.total, said, wanted);
+      return fail(Code::invalid_argument, "conserving: group {}: the paths of tokens [{}, {}) have {} bytes, wanted {}",
+                  twins.name(group), request.prefix, request.total, said, wanted);
   }
   return {};
 }
 
 Expected<void> check_canonical(const Plan& plan) {
-  const Side source = plan.source(), target = plan.target();
-  auto again = compile(source, target, plan.total());
+  auto again = compile(plan.source(), plan.target(), plan.total());
   if (!again) return fail(Code::invalid_argument, "canonical: the second compile fails: {}", again.error().message);
   const Plan copy = *again;
   const std::string first = to_string(plan), second = to_string(copy);
   if (first == second) return {};
-  const auto differ = static_cast<std::size_t>(std::mismatch(first.begin(), first.end(), second.begin(), second.end()).first - first.begin());
-  return fail(Code::invalid_argument, "canonical: the second text differs from byte {} on: '{}'", differ, second.substr(differ, 60));
+  const auto differ =
+      static_cast<std::size_t>(std::mismatch(first.begin(), first.end(), second.begin(), second.end()).first - first.begin());
+  return fail(Code::invalid_argument, "canonical: the second text differs from byte {} on: '{}'", differ,
+              second.substr(differ, 60));
 }
 
 Expected<void> check_reversible(const Plan& plan, const Request& request) {
   if (!same_groups(plan.source(), plan.target())) return {};  // what one side has not, it cannot give back
   auto back = compile(plan.target(), plan.source(), plan.total());
   if (!back) return fail(Code::invalid_argument, "reversible: no way back: {}", back.error().message);
-  if (auto ok = check_total(*back, request); !ok) return fail(Code::invalid_argument, "reversible: on the way back: {}", ok.error().message);
+  if (auto ok = check_total(*back, request); !ok)
+    return fail(Code::invalid_argument, "reversible: on the way back: {}", ok.error().message);
   const Twins twins(plan, request.total);
   if (has_replicas(twins.source) || has_replicas(twins.target)) return {};
   const auto forth = boxes(plan, request, false), mirrored = boxes(*back, request, true);
-  if (forth != mirrored) return fail(Code::invalid_argument, "reversible: {} boxes forth, {} back, not the same", forth.size(), mirrored.size());
+  if (forth != mirrored)
+    return fail(Code::invalid_argument, "reversible: {} boxes forth, {} back, not the same", forth.size(), mirrored.size());
   return {};
 }
 
 Expected<void> check_balanced(const Plan& plan) {
   const Twins twins(plan, plan.total() == kUnbounded ? 1 : plan.total());
-  std::map<std::pair<std::int32_t, std::int64_t>, std::map<std::int32_t, std::int64_t>> units;  // (group, sign) -> rank -> units sent
+  std::map<std::pair<std::int32_t, std::int64_t>, std::map<std::int32_t, std::int64_t>>
+      units;  // (group, sign) -> rank -> units sent
   for (std::int32_t group = 0; group < twins.groups(); ++group)
     for (std::int32_t r = 0; r < plan.source().ranks(); ++r)
       if (const std::int64_t sign = twins.source.sign(twins.in_source(group), Rank(r)); sign >= 0) units[{group, sign}][r] = 0;
@@ -285,9 +306,11 @@ Expected<void> check_balanced(const Plan& plan) {
     units[{path.group, twins.source.sign(twins.in_source(path.group), path.source)}][path.source.value] +=
         static_cast<std::int64_t>(members(path.layers).size());
   for (const auto& [key, ranks] : units) {
-    const auto [least, most] = std::minmax_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+    const auto [least, most] =
+        std::minmax_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
     if (most->second - least->second > 1)
-      return fail(Code::invalid_argument, "balanced: group {}: prefill rank {} sends {} (consumer, layer) units, its replica {} sends {}",
+      return fail(Code::invalid_argument,
+                  "balanced: group {}: prefill rank {} sends {} (consumer, layer) units, its replica {} sends {}",
                   twins.name(key.first), most->first, most->second, least->first, least->second);
   }
   return {};

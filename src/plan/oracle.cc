@@ -59,7 +59,8 @@ bool Oracle::uncut_holds(const Facts& facts, Rank rank) const { return facts.onl
 // Zigzag or blocked context parallelism, which cut the request's length.
 bool Oracle::splits_request(std::size_t group) const {
   const CpRule rule = side_->sharding().cp_rule();
-  return !facts_[group].uncut && facts_[group].side->kind == GroupKind::paged && (rule == CpRule::zigzag || rule == CpRule::blocked);
+  return !facts_[group].uncut && facts_[group].side->kind == GroupKind::paged &&
+         (rule == CpRule::zigzag || rule == CpRule::blocked);
 }
 
 std::int64_t Oracle::zigzag_chunk() const {
@@ -126,8 +127,11 @@ std::int64_t Oracle::own_tokens_before(std::size_t group, Rank rank, std::int64_
   if (facts.uncut) return uncut_holds(facts, rank) ? token : 0;
   if (splits_request(group)) {
     const std::int64_t parts = side_->sharding().cp(), d = seat(rank).cp;
-    const auto inside = [&](std::int64_t begin, std::int64_t end) { return std::clamp(token, begin, std::max(begin, end)) - begin; };
-    if (side_->sharding().cp_rule() == CpRule::blocked) return inside(block_begin(total_, parts, d), block_begin(total_, parts, d + 1));
+    const auto inside = [&](std::int64_t begin, std::int64_t end) {
+      return std::clamp(token, begin, std::max(begin, end)) - begin;
+    };
+    if (side_->sharding().cp_rule() == CpRule::blocked)
+      return inside(block_begin(total_, parts, d), block_begin(total_, parts, d + 1));
     const std::int64_t chunk = zigzag_chunk(), mirror = 2 * parts - 1 - d;
     return inside(d * chunk, (d + 1) * chunk) + inside(mirror * chunk, (mirror + 1) * chunk);
   }
@@ -150,7 +154,8 @@ std::int64_t Oracle::sign(std::size_t group, Rank rank) const {
   std::int64_t head = 0;
   while (!holds_head(group, rank, head)) ++head;
   const std::int64_t tokens = facts.turns > 1 ? turn(rank) : 0;
-  return ((at.pp * words.cp() + (cut_by_cp ? at.cp : 0)) * facts.side->heads + head) * (std::int64_t{words.cp()} * words.dcp()) + tokens;
+  return ((at.pp * words.cp() + (cut_by_cp ? at.cp : 0)) * facts.side->heads + head) * (std::int64_t{words.cp()} * words.dcp()) +
+         tokens;
 }
 
 // ---- what is wanted ----
@@ -177,9 +182,9 @@ std::int64_t Oracle::wanted_bytes(std::size_t group, std::int64_t prefix) const 
     for (std::int64_t head = 0; head < side.heads; ++head)
       for (const PlaneShape& plane : side.planes) row += holds_head(group, Rank(r), head) ? plane.bytes : 0;
     // By page value the ranks that take turns share the tokens in some way: count them all for the first of them.
-    const std::int64_t tokens = !by_value(group)       ? count_tokens(group, Rank(r), begin, end)
+    const std::int64_t tokens = !by_value(group)     ? count_tokens(group, Rank(r), begin, end)
                                 : turn(Rank(r)) == 0 ? end - begin
-                                                       : 0;
+                                                     : 0;
     sum += layers * row * tokens;
   }
   return sum;
@@ -210,8 +215,8 @@ std::int64_t Oracle::columns(std::size_t group, Rank rank) const {
   return (own + wide - 1) / wide;
 }
 
-std::int64_t Oracle::address(std::size_t group, Rank rank, std::int64_t token, std::int64_t head, std::size_t plane, std::int64_t byte,
-                             std::int64_t page) const {
+std::int64_t Oracle::address(std::size_t group, Rank rank, std::int64_t token, std::int64_t head, std::size_t plane,
+                             std::int64_t byte, std::int64_t page) const {
   const Facts& facts = facts_[group];
   std::int64_t first = 0;
   while (!holds_head(group, rank, first)) ++first;

@@ -57,11 +57,11 @@ class Oracle {
  private:
   struct Facts {
     const GroupSide* side = nullptr;
-    bool uncut = false;          // replicated, or on one rank: no axis is cut
-    std::int64_t only_rank = -1; // of a group on one rank
+    bool uncut = false;           // replicated, or on one rank: no axis is cut
+    std::int64_t only_rank = -1;  // of a group on one rank
     bool by_value = false;
-    std::int64_t turns = 1;      // ranks that take turns at the tokens; 1: nobody does
-    std::int64_t stripe = 1;     // tokens a turn
+    std::int64_t turns = 1;   // ranks that take turns at the tokens; 1: nobody does
+    std::int64_t stripe = 1;  // tokens a turn
   };
   struct Seat {
     std::int64_t tp = 0, cp = 0, pp = 0;

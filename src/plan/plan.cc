@@ -33,12 +33,12 @@ std::int64_t inverse(std::int64_t a, std::int64_t m) {
   return m == 1 ? 0 : floor_mod(x1, m);
 }
 
-// Layers of [begin, begin + n) that replica r sends to left-over consumer j of m: those l (from 0) with l * m + j = r modulo R.
+// The layers of a consumer's that replica r sends: those l (from 0) with first + l * step = r modulo R.
 // Solved with one modular inverse: a path costs the same however many replicas there are.
-StridedSet dealt_layers(const StridedSet& layers, std::int64_t j, std::int64_t m, std::int64_t r, std::int64_t replicas) {
-  const std::int64_t n = layers.size(), g = std::gcd(m, replicas), step = replicas / g;
-  if ((r - j) % g != 0) return {};
-  const std::int64_t l = floor_mod(floor_mod((r - j) / g, step) * inverse(m / g, step), step);
+StridedSet dealt_layers(const StridedSet& layers, const Senders::Share& share, std::int64_t r, std::int64_t replicas) {
+  const std::int64_t n = layers.size(), g = std::gcd(std::int64_t{share.step}, replicas), step = replicas / g, ahead = r - share.first;
+  if (ahead % g != 0) return {};
+  const std::int64_t l = floor_mod(floor_mod(ahead / g, step) * inverse(share.step / g, step), step);
   if (l >= n) return {};
   return StridedSet::make(layers.start() + l, 1, step, ceil_div(n - l, step)).value_or(StridedSet());
 }
@@ -63,13 +63,11 @@ std::optional<Path> Plan::path(std::int32_t group, Rank source, Rank target) con
   Path path{source, target, group, plan.layers.at(from.layers, to.layers).front(), plan.heads.at(from.heads, to.heads).front(),
             plan.tokens.at(from.tokens, to.tokens), 0};
   if (const Senders& senders = plan.senders_of(from); senders.replicas > 1) {
-    const std::int32_t replicas = senders.replicas;
-    const std::int32_t consumer = senders.consumer[static_cast<std::size_t>(target.value)];
-    const std::int32_t whole = senders.consumers / replicas * replicas;
-    if (consumer < whole) {
-      if (consumer % replicas != from.replica) return std::nullopt;
+    const Senders::Share& share = senders.shares[static_cast<std::size_t>(target.value)];
+    if (share.step == 0) {
+      if (share.first != from.replica) return std::nullopt;
     } else {
-      path.layers = dealt_layers(path.layers, consumer - whole, senders.consumers - whole, from.replica, replicas);
+      path.layers = dealt_layers(path.layers, share, from.replica, senders.replicas);
       if (path.layers.empty()) return std::nullopt;
     }
   }

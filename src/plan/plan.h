@@ -52,14 +52,21 @@ class Meetings {
   std::vector<StridedSet> families_;
 };
 
-// Which of R replicas sends. Consumers of one source triple (its target ranks, m of them, in rank order) are served whole by replica
-// (consumer mod R) for as many rounds of R as there are; what is left over, m' < R consumers, is dealt out by layers:
-// layer l of left-over consumer j goes to replica (l * m' + j) mod R.  So replicas differ by one (consumer, layer) at the most, and with
-// layers pushed one by one all of them send at any time.
+// Which of R replicas sends. Of the consumers of one source triple (its target ranks, in rank order) that take equally many layers, R at a
+// time are served whole, one by each replica. What is left over, m' < R consumers of each such class, is dealt out by layers: layer l of
+// left-over consumer j goes to replica (first + l * m') mod R, first = j + what the classes before were dealt. So the units (consumer,
+// layer) that are dealt go round the replicas one by one: replicas differ by one unit at the most, and with layers pushed one by one all
+// of them send at any time.
 struct Senders {
+  struct Share {
+    std::int32_t consumer = -1;         // how-manieth consumer the target rank is; -1: none
+    std::int32_t first = 0, step = 0;   // its layer l (from 0) comes from replica (first + l * step) mod replicas; step 0: served whole
+    friend bool operator==(const Share&, const Share&) = default;
+  };
   std::int32_t replicas = 1;
-  std::vector<std::int32_t> consumer;  // [target ranks]: the consumer's index, or -1.  Empty where replicas == 1: nothing to choose
   std::int32_t consumers = 0;
+  std::int32_t whole = 0;     // of the consumers
+  std::vector<Share> shares;  // [target ranks].  Empty where replicas == 1: nothing to choose
 };
 
 // One cache group of a plan.  Layers are counted by the target's ordinals (its `layers` list).

@@ -37,6 +37,23 @@ TEST_P(PlanOfListedPairs, KeepsEveryLaw) {
 
 INSTANTIATE_TEST_SUITE_P(Words, PlanOfListedPairs, testing::Range<std::size_t>(0, shapes::words().size()));
 
+TEST(Plan, MatchesLayersByIdWhereTheSidesOwnDifferentOnes) {
+  const auto shape = [](std::vector<std::int32_t> ids) {
+    std::vector<LayerId> layers;
+    for (const std::int32_t id : ids) layers.emplace_back(id);
+    return shapes::made("some layers", 9, {{"kv", GroupKind::paged, layers, 2, {{"k", 1, 1}}, {}, {}}});
+  };
+  const CacheShape more = shape({0, 2, 3, 5, 6, 8, 9});
+  for (const std::vector<std::int32_t>& ids :
+       {std::vector<std::int32_t>{2, 3, 8}, {0, 9}, {5}, {0, 2, 3, 5, 6, 8, 9}, {3, 5, 6, 9}})
+    for (const std::string from : {"tp=2", "pp=3", "cp=4:layers", "cp=2,pp=2", "pp=3:1,4,4"})
+      for (const std::string to : {"tp=1", "pp=4", "cp=3:layers", "pp=2,tp=2", "pp=2:7,2"}) {
+        const auto plan = compile(side(more, from), side(shape(ids), to), 12);
+        ASSERT_TRUE(plan) << plan.error().message;
+        ASSERT_TRUE(holds(laws::check_plan(*plan, laws::whole(12)))) << from << " to " << to << " of " << ids.size() << " layers";
+      }
+}
+
 // ---- generated pairs ----
 
 rc::Gen<std::string> any_words(bool cuts_request) {
@@ -47,8 +64,10 @@ rc::Gen<std::string> any_words(bool cuts_request) {
     if (cuts_request) rules.insert(rules.end(), {":zigzag", ":blocked"});
     const std::string rule = *rc::gen::elementOf(rules);
     const bool dcp = tp > 1 && rule != ":zigzag" && rule != ":blocked" && *rc::gen::arbitrary<bool>();
-    const std::string value = rule.substr(0, 2) != ":i" && *rc::gen::arbitrary<bool>() ? ":value" : fmt::format(":stripe={}", stripe);
-    return fmt::format("pp={},cp={}{},tp={}{}", pp, cp, rule, tp, dcp ? fmt::format(",dcp={}{}", *rc::gen::element(tp, tp / 2), value) : "");
+    const std::string value =
+        rule.substr(0, 2) != ":i" && *rc::gen::arbitrary<bool>() ? ":value" : fmt::format(":stripe={}", stripe);
+    return fmt::format("pp={},cp={}{},tp={}{}", pp, cp, rule, tp,
+                       dcp ? fmt::format(",dcp={}{}", *rc::gen::element(tp, tp / 2), value) : "");
   });
 }
 
@@ -67,9 +86,10 @@ RC_GTEST_PROP(PlanLaw, HoldsAtAnyLength, ()) {
   const auto rule = [] {
     const auto stripe = *rc::gen::element(1, 3, 16, 64, 96, 128);
     const auto ranks = *rc::gen::element(1, 2, 3, 4, 5, 8, 16, 64);
-    return *rc::gen::element(fmt::format("dcp={}:stripe={},page={}", ranks, stripe, stripe * 4), fmt::format("dcp={},page={}", ranks, stripe),
-                             fmt::format("cp={}:interleave={},page={}", ranks, stripe, stripe), fmt::format("cp={}:zigzag", ranks),
-                             fmt::format("cp={}:blocked", ranks), fmt::format("cp={}:layers", ranks));
+    return *rc::gen::element(
+        fmt::format("dcp={}:stripe={},page={}", ranks, stripe, stripe * 4), fmt::format("dcp={},page={}", ranks, stripe),
+        fmt::format("cp={}:interleave={},page={}", ranks, stripe, stripe), fmt::format("cp={}:zigzag", ranks),
+        fmt::format("cp={}:blocked", ranks), fmt::format("cp={}:layers", ranks));
   };
   const std::string from = rule(), to = rule();
   const auto bits = *rc::gen::inRange(0, 41);
@@ -110,7 +130,8 @@ TEST(Plan, OfAnyLengthIsOnePlan) {
 
 TEST(Plan, ReplicasShareTheSending) {
   for (const char* from : {"cp=2", "cp=3", "cp=4", "cp=5", "tp=8", "tp=4,dcp=2:stripe=1", "pp=2,cp=3"})
-    for (const char* to : {"tp=1", "tp=2", "tp=3", "tp=7", "dcp=3", "pp=2", "pp=2,tp=2", "pp=2:4,1", "pp=3:3,1,1", "pp=3:0,1,4", "pp=2:4,1,tp=3"}) {
+    for (const char* to : {"tp=1", "tp=2", "tp=3", "tp=7", "dcp=3", "pp=2", "pp=2,tp=2", "pp=2:4,1", "pp=3:3,1,1", "pp=3:0,1,4",
+                           "pp=2:4,1,tp=3"}) {
       const auto plan = compile(side(shapes::mla(), from), side(shapes::mla(), to), 40);
       ASSERT_TRUE(plan) << plan.error().message;
       EXPECT_TRUE(holds(laws::check_total(*plan, laws::whole(40)))) << from << " to " << to;
@@ -143,31 +164,38 @@ TEST(Plan, RefusesAGroupThatTheSourceHasNot) {
 }
 
 TEST(Plan, RefusesRowsThatDiffer) {
-  const auto with = [](std::vector<PlaneShape> from, std::vector<PlaneShape> to) { return plan_of(one_group(std::move(from)), "tp=1", one_group(std::move(to)), "tp=1"); };
-  EXPECT_TRUE(says(with({{"k", 1152, 1}}, {{"k", 656, 1}}), "group kv: prefill rows hold k of 1152 B where decode rows hold k of 656 B; use one KV dtype"));
+  const auto with = [](std::vector<PlaneShape> from, std::vector<PlaneShape> to) {
+    return plan_of(one_group(std::move(from)), "tp=1", one_group(std::move(to)), "tp=1");
+  };
+  EXPECT_TRUE(says(with({{"k", 1152, 1}}, {{"k", 656, 1}}),
+                   "group kv: prefill rows hold k of 1152 B where decode rows hold k of 656 B; use one KV dtype"));
   EXPECT_TRUE(says(with({{"k", 8, 1}}, {{"v", 8, 1}}), "prefill rows hold k of 8 B where decode rows hold v of 8 B"));
   EXPECT_TRUE(says(with({{"k", 8, 1}}, {{"k", 8, 1}, {"v", 8, 1}}), "prefill rows have 1 planes, decode rows 2"));
   EXPECT_TRUE(says(with({{"k", 8, 1}}, {{"k", 8, 2}}), "elements of 1 B in prefill, of 2 B in decode"));
-  EXPECT_TRUE(says(plan_of(one_group({{"k", 8, 1}}, 4), "tp=1", one_group({{"k", 8, 1}}, 8), "tp=1"), "prefill has 4 heads, decode 8"));
+  EXPECT_TRUE(
+      says(plan_of(one_group({{"k", 8, 1}}, 4), "tp=1", one_group({{"k", 8, 1}}, 8), "tp=1"), "prefill has 4 heads, decode 8"));
   EXPECT_TRUE(says(plan_of(one_group({{"k", 8, 1}}, 4, GroupKind::state), "tp=1", one_group({{"k", 8, 1}}, 4), "tp=1"),
                    "one side keeps it in pages, the other as a state per request"));
 }
 
 TEST(Plan, RefusesALayerThatNoSourceHolds) {
-  EXPECT_TRUE(says(plan_of(shapes::mla(4), "tp=1", shapes::mla(5), "tp=1"), "group latent: decode wants layer 4, which no prefill rank holds"));
+  EXPECT_TRUE(says(plan_of(shapes::mla(4), "tp=1", shapes::mla(5), "tp=1"),
+                   "group latent: decode wants layer 4, which no prefill rank holds"));
   EXPECT_TRUE(plan_of(shapes::mla(5), "pp=2", shapes::mla(4), "pp=2"));
 }
 
 TEST(Plan, RefusesToCutALengthThatItDoesNotKnow) {
   for (const char* words : {"cp=2:zigzag", "cp=2:blocked"}) {
-    EXPECT_TRUE(says(plan_of(shapes::mla(), words, shapes::mla(), "tp=1"), "zigzag and blocked cut the request's length: compile with the number of tokens"));
+    EXPECT_TRUE(says(plan_of(shapes::mla(), words, shapes::mla(), "tp=1"),
+                     "zigzag and blocked cut the request's length: compile with the number of tokens"));
     EXPECT_TRUE(says(plan_of(shapes::mla(), "tp=1", shapes::mla(), words), "compile with the number of tokens"));
   }
 }
 
 TEST(Plan, RefusesTokensThatAreNone) {
   for (const std::int64_t total : {std::int64_t{0}, std::int64_t{-1}, INT64_MIN})
-    EXPECT_TRUE(says(plan_of(shapes::mla(), "tp=1", shapes::mla(), "tp=1", total), fmt::format("tokens={}: a plan needs at least 1 token", total)));
+    EXPECT_TRUE(says(plan_of(shapes::mla(), "tp=1", shapes::mla(), "tp=1", total),
+                     fmt::format("tokens={}: a plan needs at least 1 token", total)));
 }
 
 TEST(Plan, RefusesMoreMeetingsThanItCanHold) {
@@ -181,8 +209,10 @@ TEST(Plan, RefusesMoreMeetingsThanItCanHold) {
 TEST(PlanLaw, FindsAPlanThatIsNotForThisRequest) {
   const auto plan = compile(side(shapes::mla(), "cp=2:blocked"), side(shapes::mla(), "tp=1"), 40);
   ASSERT_TRUE(plan);
-  EXPECT_TRUE(says(laws::check_faithful(*plan, laws::whole(20)), "faithful: path 0 -> 0 of group latent carries token 10, which its prefill rank has not"));
-  EXPECT_TRUE(says(laws::check_total(*plan, laws::whole(60)), "total: decode rank 0, group latent layer 0 token 40 head 0: on 0 paths, wanted 1"));
+  EXPECT_TRUE(says(laws::check_faithful(*plan, laws::whole(20)),
+                   "faithful: path 0 -> 0 of group latent carries token 10, which its prefill rank has not"));
+  EXPECT_TRUE(says(laws::check_total(*plan, laws::whole(60)),
+                   "total: decode rank 0, group latent layer 0 token 40 head 0: on 0 paths, wanted 1"));
   EXPECT_TRUE(says(laws::check_conserving(*plan, laws::whole(60)), "the paths of tokens [0, 60) have 400 bytes, wanted 600"));
 }
 

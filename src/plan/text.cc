@@ -35,11 +35,10 @@ void append_senders(std::string& out, const GroupPlan& group) {
     const Senders& senders = group.senders[i];
     if (senders.replicas < 2) continue;
     std::vector<std::int32_t> targets;
-    for (std::size_t t = 0; t < senders.consumer.size(); ++t)
-      if (senders.consumer[t] >= 0) targets.push_back(static_cast<std::int32_t>(t));
-    const std::int32_t dealt = senders.consumers % senders.replicas;
+    for (std::size_t t = 0; t < senders.shares.size(); ++t)
+      if (senders.shares[t].consumer >= 0) targets.push_back(static_cast<std::int32_t>(t));
     out += fmt::format("  senders {}.{}.{}: {} replicas, targets {}, {} of them whole, {} by layers\n", i / tokens / heads,
-                       i / tokens % heads, i % tokens, senders.replicas, list_text(targets), senders.consumers - dealt, dealt);
+                       i / tokens % heads, i % tokens, senders.replicas, list_text(targets), senders.whole, senders.consumers - senders.whole);
   }
 }
 

@@ -50,6 +50,7 @@ bool disjoint_tokens(const GroupSide& side, std::int64_t total) {
   // `value`: each virtual page has one owner by its own value; one part (`all`) is disjoint by itself.
   if (side.tokens.parts == 1 || side.tokens.rule == TokenRule::value) return true;
   std::vector<StridedSet> parts;
+  parts.reserve(static_cast<std::size_t>(side.tokens.parts));
   for (std::int32_t d = 0; d < side.tokens.parts; ++d) parts.push_back(side.tokens.part(d, total));
   if (side.tokens.rule == TokenRule::cyclic) return disjoint_residues(std::move(parts));
   return disjoint_segments(parts);
@@ -98,6 +99,7 @@ Expected<void> check_axes(const GroupPlan& plan, std::int64_t total) {
   auto window = counting_window(plan, total);
   if (!window) return tl::unexpected(window.error());
   std::vector<StridedSet> token_targets;
+  token_targets.reserve(static_cast<std::size_t>(target.tokens.parts));
   for (std::int32_t d = 0; d < target.tokens.parts; ++d) token_targets.push_back(target.tokens.part(d, total));
   const Window layers{0, static_cast<std::int64_t>(target.layers.size())}, heads{0, target.heads};
   const auto size = [](const std::vector<StridedSet>& parts) { return static_cast<std::int64_t>(parts.size()); };
@@ -150,7 +152,7 @@ Expected<void> check_shares(const Plan& plan, std::int32_t group) {
     if (!choice) continue;
     for (std::int32_t s = 0; s < plan.source().ranks(); ++s) {
       const Place& from = g.source->places[static_cast<std::size_t>(s)];
-      if (!from.holds || g.senders_of(from).replicas < 2 || g.senders_of(from).consumer[static_cast<std::size_t>(t)] < 0) continue;
+      if (!from.holds || g.senders_of(from).replicas < 2 || g.senders_of(from).shares[static_cast<std::size_t>(t)].consumer < 0) continue;
       const std::int64_t want = g.layers.at(from.layers, to.layers).front().size();
       const std::int64_t got = sent[static_cast<std::size_t>(&g.senders_of(from) - g.senders.data())];
       if (got != want) return fail(Code::unsupported, "group {}: replicas send {} of {} layers to decode rank {}", g.target->name, got, want, t);

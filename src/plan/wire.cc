@@ -1,6 +1,7 @@
 #include "kvloom/plan/wire.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "kvloom/geometry/side_values.h"
 #include "kvloom/plan/plan_generated.h"
@@ -116,11 +117,19 @@ Expected<CacheGroup> read_group(const wire::Group& from) {
   return fail(Code::parse, "group {}: window kind {} is unknown", group.name, static_cast<int>(from.window_kind()));
 }
 
+// A struct as a value: the verifier sees to it that its bytes are there, but not that they are aligned where it stands in a vector.
+template <class Struct>
+Struct copied(const void* from) {
+  Struct out;
+  std::memcpy(static_cast<void*>(&out), from, sizeof out);
+  return out;
+}
+
 std::optional<LayoutValues> read_layout(const wire::Layout& from, const CacheGroup& group) {
   if (from.planes() == nullptr) return std::nullopt;
   LayoutValues out{from.page_tokens(), from.page_stride(), {}};
   for (std::uint32_t i = 0; i < std::min<std::size_t>(from.planes()->size(), kMaxPlanes + 1); ++i) {
-    const wire::PlanePlace& place = *from.planes()->Get(i);
+    const auto place = copied<wire::PlanePlace>(from.planes()->Data() + i * sizeof(wire::PlanePlace));
     const PlaneShape plane = i < group.planes.size() ? group.planes[i] : PlaneShape{};  // one too many is refused by make_side
     out.planes.push_back({plane.name, place.offset(), place.token_stride(), place.head_stride(), plane.bytes,
                           place.content_stride(), plane.element_bytes});
@@ -177,7 +186,8 @@ Expected<Plan> decode(std::span<const std::uint8_t> bytes) {
   if (!target) return tl::unexpected(target.error());
   auto plan = compile_read(std::move(*source), std::move(*target), wire.total() == 0 ? kUnbounded : wire.total());
   if (!plan) return plan;
-  const std::string sent = fmt::format("{:016x}{:016x}", wire.digest()->high(), wire.digest()->low()), made = digest(*plan);
+  const auto said = copied<wire::Digest>(wire.digest());
+  const std::string sent = fmt::format("{:016x}{:016x}", said.high(), said.low()), made = digest(*plan);
   if (sent != made)
     return fail(Code::parse, "the plan's digest is {}, but its sides make {}: damaged, or made by another version", sent, made);
   return plan;

@@ -1,5 +1,7 @@
 #include "kvloom/tools/machine.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <fstream>
@@ -45,7 +47,7 @@ void read_cgroup(Memory& memory) {
   const auto walk = [&](std::string path, const std::string& root, const std::string& limit, const std::string& used) {
     for (;; path.erase(path.rfind('/'))) {
       if (path == "/") path.clear();
-      take(root + path + "/" + limit, root + path + "/" + used);
+      take(fmt::format("{}{}/{}", root, path, limit), fmt::format("{}{}/{}", root, path, used));
       if (path.empty()) return;
     }
   };

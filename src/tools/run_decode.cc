@@ -55,7 +55,7 @@ class DecodeRank : public RankProcess {
     if (!made) return tl::unexpected(made.error());
     map = std::move(*made);
     if (map.length() == 0) {
-      keys_.push_back("");
+      keys_.emplace_back();
       return {};
     }
     auto allocated = transport_->allocate(Bytes(map.length()));

@@ -62,7 +62,7 @@ bool RunJob::linked(Rank prefill, Rank decode) const {
 }
 
 Expected<std::int64_t> memory_needed(const RunJob& job) {
-  const auto prefill = side_memory(job.loom, true), decode = side_memory(job.loom, false);
+  auto prefill = side_memory(job.loom, true), decode = side_memory(job.loom, false);
   if (!prefill) return prefill;
   if (!decode) return decode;
   Expected<std::int64_t> staging = *decode;  // without the naive way: the memory that memcpy is measured from

@@ -32,9 +32,10 @@ inline CacheShape gqa(std::int32_t heads, std::int32_t layers = 3) {
 
 // A second group of two planes, on some of the layers.
 inline CacheShape dsa() {
-  return made("dsa", 5,
-              {{"latent", GroupKind::paged, layer_ids(0, 5), 1, {{"latent", 3, 1}}, {}, {}},
-               {"index_k", GroupKind::paged, {LayerId(0), LayerId(2), LayerId(3)}, 1, {{"keys", 2, 1}, {"scales", 1, 1}}, {}, {}}});
+  return made(
+      "dsa", 5,
+      {{"latent", GroupKind::paged, layer_ids(0, 5), 1, {{"latent", 3, 1}}, {}, {}},
+       {"index_k", GroupKind::paged, {LayerId(0), LayerId(2), LayerId(3)}, 1, {{"keys", 2, 1}, {"scales", 1, 1}}, {}, {}}});
 }
 
 // Layers of three kinds: all tokens, a sliding window, chunks.
@@ -57,8 +58,9 @@ inline CacheShape stateful() {
 // Three layers and a draft layer behind them.
 inline CacheShape drafted() {
   const std::vector<PlaneShape> kv = {{"k", 1, 1}, {"v", 1, 1}};
-  return made("drafted", 3,
-              {{"kv", GroupKind::paged, layer_ids(0, 3), 2, kv, {}, {}}, {"draft", GroupKind::paged, layer_ids(3, 4), 2, kv, {}, {}}});
+  return made(
+      "drafted", 3,
+      {{"kv", GroupKind::paged, layer_ids(0, 3), 2, kv, {}, {}}, {"draft", GroupKind::paged, layer_ids(3, 4), 2, kv, {}, {}}});
 }
 
 inline std::vector<CacheShape> all() { return {mla(), gqa(8), gqa(2), dsa(), hybrid(), stateful(), drafted()}; }
