@@ -19,7 +19,8 @@ std::shared_ptr<const Side> side_of(const std::string& words) {
 
 void compile_layers_to_dcp(benchmark::State& state) {
   const auto ranks = state.range(0);
-  const auto prefill = side_of("cp=" + std::to_string(ranks) + ":layers"), decode = side_of("dcp=" + std::to_string(state.range(1)));
+  const auto prefill = side_of("cp=" + std::to_string(ranks) + ":layers"),
+             decode = side_of("dcp=" + std::to_string(state.range(1)));
   for (auto _ : state) benchmark::DoNotOptimize(compile(prefill, decode));
 }
 BENCHMARK(compile_layers_to_dcp)->Args({8, 4})->Args({64, 64})->Unit(benchmark::kMicrosecond);

@@ -31,7 +31,8 @@ if [[ ${#tsan_folders[@]} -gt 0 ]]; then
   tsan() { configure tsan && build tsan --target "${tsan_folders[@]/%/_test}"; }
   if step "Build of ${tsan_folders[*]} with ThreadSanitizer" tsan; then
     say "Tests under ThreadSanitizer"
-    run_tests tsan -L "^($(IFS='|'; echo "${tsan_folders[*]/%/_test}"))\$" || true
+    # Loopback and faulty transports have one thread: ASan has seen all of theirs.
+    run_tests tsan -L "^($(IFS='|'; echo "${tsan_folders[*]/%/_test}"))\$" -E '^(Loopback|Faulty)' || true
   fi
 fi
 

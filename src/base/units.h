@@ -23,8 +23,14 @@ struct Quantity {
   friend constexpr Quantity operator*(Quantity a, std::int64_t n) { return Quantity(a.value * n); }
   friend constexpr Quantity operator*(std::int64_t n, Quantity a) { return Quantity(a.value * n); }
   friend constexpr std::int64_t operator/(Quantity a, Quantity b) { return a.value / b.value; }
-  constexpr Quantity& operator+=(Quantity b) { value += b.value; return *this; }
-  constexpr Quantity& operator-=(Quantity b) { value -= b.value; return *this; }
+  constexpr Quantity& operator+=(Quantity b) {
+    value += b.value;
+    return *this;
+  }
+  constexpr Quantity& operator-=(Quantity b) {
+    value -= b.value;
+    return *this;
+  }
 };
 
 using Bytes = Quantity<struct BytesTag>;

@@ -30,7 +30,8 @@ void add_interval(std::int64_t source, std::int64_t target, std::int64_t length,
 }
 
 // Positions of a family's segments on both sides step evenly (postcondition of intersect), so two evaluations a level give the steps.
-void add_family(const StridedSet& family, const StridedSet& source, const StridedSet& target, PageSizes pages, std::vector<Blocks>& out) {
+void add_family(const StridedSet& family, const StridedSet& source, const StridedSet& target, PageSizes pages,
+                std::vector<Blocks>& out) {
   const std::int64_t start = family.start();
   const std::int64_t s = source.count_below(start), t = target.count_below(start);
   if (family.interval()) return add_interval(s, t, family.length(), pages, out);
@@ -38,13 +39,13 @@ void add_family(const StridedSet& family, const StridedSet& source, const Stride
     return family.flat() ? 0 : side.count_below(start + family.inner_stride()) - at;
   };
   const auto step = [&](const StridedSet& side, std::int64_t at) { return side.count_below(start + family.stride()) - at; };
-  const Blocks blocks{family.length(),    family.inner_count(), family.count(),      s, inner(source, s),
-                      step(source, s), t,                    inner(target, t), step(target, t)};
+  const Blocks blocks{family.length(),  family.inner_count(), family.count(), s, inner(source, s), step(source, s), t,
+                      inner(target, t), step(target, t)};
   if (family.length() <= pages.larger()) return out.push_back(blocks);
   for (std::int64_t k = 0; k < blocks.count; ++k)  // long segments: zigzag has two of them
     for (std::int64_t i = 0; i < blocks.inner_count; ++i)
-      add_interval(s + k * blocks.source_step + i * blocks.source_inner, t + k * blocks.target_step + i * blocks.target_inner, blocks.length, pages,
-                   out);
+      add_interval(s + k * blocks.source_step + i * blocks.source_inner, t + k * blocks.target_step + i * blocks.target_inner,
+                   blocks.length, pages, out);
 }
 
 // Blocks after which both sides stand at the same slot again.
@@ -172,7 +173,8 @@ void BoundPath::add_piece(std::int64_t source, std::int64_t target, std::int64_t
         last.count = 2;
         continue;
       }
-      if (take == last.length && s == last.source_slot + last.count * last.source_step && t == last.target_slot + last.count * last.target_step) {
+      if (take == last.length && s == last.source_slot + last.count * last.source_step &&
+          t == last.target_slot + last.count * last.target_step) {
         ++last.count;
         continue;
       }
@@ -186,13 +188,14 @@ void BoundPath::build_cells(const Blocks& blocks, std::int64_t first, std::int64
   cuts_.clear();
   for (std::int64_t k = first; k < first + count; ++k)
     for (std::int64_t i = 0; i < blocks.inner_count; ++i)
-      add_piece(blocks.source + k * blocks.source_step + i * blocks.source_inner, blocks.target + k * blocks.target_step + i * blocks.target_inner,
-                blocks.length);
+      add_piece(blocks.source + k * blocks.source_step + i * blocks.source_inner,
+                blocks.target + k * blocks.target_step + i * blocks.target_inner, blocks.length);
   cells_.clear();
   for (const Cut& cut : cuts_) {
     scratch_.clear();
     expand(*source_layout_, *target_layout_, heads_, cut.piece, scratch_);
-    for (std::size_t lane = 0; lane < scratch_.size(); ++lane) cells_.push_back({cut.source_column, cut.target_column, lane, scratch_[lane]});
+    for (std::size_t lane = 0; lane < scratch_.size(); ++lane)
+      cells_.push_back({cut.source_column, cut.target_column, lane, scratch_[lane]});
   }
   std::stable_sort(cells_.begin(), cells_.end(), [](const CellRun& a, const CellRun& b) { return a.lane < b.lane; });
 }
@@ -286,8 +289,10 @@ void BoundPath::give_out_cell(Joiner& joiner, const CellRun& cell) {
   run.source_offset += Bytes(page_of(source_, cell.source_column + repeat_ * source_advance_) * source_.page_stride);
   run.target_offset += Bytes(page_of(target_, cell.target_column + repeat_ * target_advance_) * target_.page_stride);
   if (kFiltered && !mine) return;
-  if (run.count == 1) joiner.put(run.source_offset.value, run.target_offset.value, run.bytes.value);
-  else joiner.put_strided(run);
+  if (run.count == 1)
+    joiner.put(run.source_offset.value, run.target_offset.value, run.bytes.value);
+  else
+    joiner.put_strided(run);
 }
 
 // What is left of the lane; false if there was no more room.
@@ -353,33 +358,40 @@ class Binder {
 
   Expected<BoundPath> run(TokenRange range) {
     if (range.begin < 0 || range.end < range.begin || range.end == kUnbounded)
-      return fail(Code::invalid_argument, "token range [{}, {}): the prefix must be 0 or more and not beyond the tokens", range.begin, range.end);
+      return fail(Code::invalid_argument, "token range [{}, {}): the prefix must be 0 or more and not beyond the tokens",
+                  range.begin, range.end);
     if (plan_.total() != kUnbounded && range.end > plan_.total())
-      return fail(Code::out_of_range, "token range [{}, {}) of a plan for {} tokens: compile a plan for this length", range.begin, range.end,
-                  plan_.total());
+      return fail(Code::out_of_range, "token range [{}, {}) of a plan for {} tokens: compile a plan for this length", range.begin,
+                  range.end, plan_.total());
     const Place& from = group_.source->places[static_cast<std::size_t>(path_.source.value)];
     const Place& to = group_.target->places[static_cast<std::size_t>(path_.target.value)];
-    if (auto ok = add_side("prefill", path_.source, *group_.source, from, source_, out_.source_); !ok) return tl::unexpected(ok.error());
-    if (auto ok = add_side("decode", path_.target, *group_.target, to, target_, out_.target_); !ok) return tl::unexpected(ok.error());
+    if (auto ok = add_side("prefill", path_.source, *group_.source, from, source_, out_.source_); !ok)
+      return tl::unexpected(ok.error());
+    if (auto ok = add_side("decode", path_.target, *group_.target, to, target_, out_.target_); !ok)
+      return tl::unexpected(ok.error());
     out_.source_layout_ = &group_.source->layout;
     out_.target_layout_ = &group_.target->layout;
-    const auto first_head = [](const GroupSide& side, const Place& at) { return side.head_parts[static_cast<std::size_t>(at.heads)].start(); };
-    out_.heads_ = {path_.heads.start() - first_head(*group_.source, from), path_.heads.start() - first_head(*group_.target, to), path_.heads.size()};
+    const auto first_head = [](const GroupSide& side, const Place& at) {
+      return side.head_parts[static_cast<std::size_t>(at.heads)].start();
+    };
+    out_.heads_ = {path_.heads.start() - first_head(*group_.source, from), path_.heads.start() - first_head(*group_.target, to),
+                   path_.heads.size()};
     if (auto ok = add_blocks(from, to, wanted(*group_.target, range)); !ok) return tl::unexpected(ok.error());
     out_.bytes_ = Bytes(count_tokens() * path_.row_bytes);
     return std::move(out_);
   }
 
  private:
-  Expected<void> add_side(const char* name, Rank rank, const GroupSide& side, const Place& place, const PageTable& table, BoundSide& out) const {
+  Expected<void> add_side(const char* name, Rank rank, const GroupSide& side, const Place& place, const PageTable& table,
+                          BoundSide& out) const {
     const std::int64_t parts = side.tokens.rule == TokenRule::value ? side.tokens.parts : 0;
     const std::int64_t pool = parts == 0 ? table.pool_pages() : ceil_div(table.pool_pages(), parts);
     std::int64_t extent = side.layout.page_stride();
     for (const PlaneLayout& plane : side.layout.planes()) extent = std::max(extent, plane.offset + side.layout.page_stride());
     const auto bytes = checked_mul(pool, side.layout.page_stride());
     if (!bytes || !checked_add(*bytes, extent))
-      return fail(Code::overflow, "{} rank {} group {}: a pool of {} pages of {} B does not fit 63 bits", name, rank.value, side.name, pool,
-                  side.layout.page_stride());
+      return fail(Code::overflow, "{} rank {} group {}: a pool of {} pages of {} B does not fit 63 bits", name, rank.value,
+                  side.name, pool, side.layout.page_stride());
     out = {table.pages().data(), side.layout.page_tokens(), side.layout.page_stride(), parts, parts == 0 ? 0 : place.tokens};
     return {};
   }
@@ -400,18 +412,19 @@ class Binder {
     return check_columns("decode", path_.target, target, out_.target_, target_, first, last);
   }
 
-  Expected<void> check_columns(const char* name, Rank rank, const StridedSet& set, const BoundSide& side, const PageTable& table, std::int64_t first,
-                               std::int64_t last) const {
+  Expected<void> check_columns(const char* name, Rank rank, const StridedSet& set, const BoundSide& side, const PageTable& table,
+                               std::int64_t first, std::int64_t last) const {
     const std::int64_t from = set.count_below(first) / side.page_tokens, to = set.count_below(last) / side.page_tokens;
     const auto columns = static_cast<std::int64_t>(table.pages().size());
     if (to >= columns)
-      return fail(Code::out_of_range, "{} rank {} group {}: token {} stands in column {} (pages of {} tokens), but the page table has {} columns", name,
-                  rank.value, group_.target->name, last, to, side.page_tokens, columns);
+      return fail(Code::out_of_range,
+                  "{} rank {} group {}: token {} stands in column {} (pages of {} tokens), but the page table has {} columns",
+                  name, rank.value, group_.target->name, last, to, side.page_tokens, columns);
     if (table.has_gaps())
       for (std::int64_t column = from; column <= to; ++column)
         if (table.pages()[static_cast<std::size_t>(column)] == kNoPage)
-          return fail(Code::out_of_range, "{} rank {} group {}: column {} names no page, but tokens {} to {} need it", name, rank.value,
-                      group_.target->name, column, first, last);
+          return fail(Code::out_of_range, "{} rank {} group {}: column {} names no page, but tokens {} to {} need it", name,
+                      rank.value, group_.target->name, column, first, last);
     return {};
   }
 

@@ -24,8 +24,8 @@ namespace kvloom {
 struct BoundSide {
   const PageId* pages = nullptr;  // [columns], the caller's table
   std::int64_t page_tokens = 1;
-  std::int64_t page_stride = 0;   // bytes
-  std::int64_t parts = 0;         // rule `value`: ids are virtual, page v counts if v mod parts == part and is page v div parts; else 0
+  std::int64_t page_stride = 0;  // bytes
+  std::int64_t parts = 0;  // rule `value`: ids are virtual, page v counts if v mod parts == part and is page v div parts; else 0
   std::int64_t part = 0;
 };
 

@@ -1,4 +1,4 @@
-// cases_test.cc: what broke others (the numbers are those of the list of cases that the project keeps), each as a test of plans and bindings.
+// cases_test.cc: what broke others, each as a test of plans and bindings.  The numbers are those of the project's list of cases.
 // Case 15, regions, stands in region_test.cc; of cases 9 and 12 the part that needs a session stands with the session.
 #include <gtest/gtest.h>
 

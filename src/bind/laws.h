@@ -1,8 +1,8 @@
 // laws.h: what is true of every binding, as checkers that any test may run on any plan with any page tables.  Stage: bind.
-// The runs are taken apart byte by byte and held against the element-by-element oracle (plan/oracle.h).  An error says the first byte for
-// which a law is broken.
-// bind          each wanted byte of each target page is written once, from the byte of the source that is the same element; nothing else is
-// streaming     next() gives the same runs into a buffer of two as into a large one, and again after rewind(); bytes() is their sum
+// The runs are taken apart byte by byte and held against the element-by-element oracle (plan/oracle.h).  An error says the first
+// byte for which a law is broken.
+// bind          each wanted byte of each target page is written once, from the source byte of the same element; no other byte is
+// streaming     next() gives the same runs into a buffer of two as into a large one, and after rewind(); bytes() is their sum
 // fewest        no two runs that follow each other could be one run
 // template      the runs of a piece of tokens are its bytes, each once
 // address-free  no binding changes the plan

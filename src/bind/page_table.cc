@@ -41,15 +41,16 @@ Expected<PageTable> PageTable::make(std::vector<PageId> pages, std::int64_t pool
       continue;
     }
     if (pages[i].value < 0 || pages[i].value >= pool_pages)
-      return fail(Code::out_of_range, "page table: column {} names page {}, but the pool has {} pages (0 to {})", i, pages[i].value, pool_pages,
-                  pool_pages - 1);
+      return fail(Code::out_of_range, "page table: column {} names page {}, but the pool has {} pages (0 to {})", i,
+                  pages[i].value, pool_pages, pool_pages - 1);
   }
   if (use == Use::target) {
     const bool dense = pool_pages <= 64 * static_cast<std::int64_t>(pages.size()) + (1 << 16);
     const std::int64_t repeat = dense ? first_repeat_by_bits(pages, pool_pages) : first_repeat_by_sorting(pages);
     if (repeat >= 0) {
       const PageId page = pages[static_cast<std::size_t>(repeat)];
-      return fail(Code::invalid_argument, "page table: page {} stands in columns {} and {}; a page that is written may be named once", page.value,
+      return fail(Code::invalid_argument,
+                  "page table: page {} stands in columns {} and {}; a page that is written may be named once", page.value,
                   std::find(pages.begin(), pages.end(), page) - pages.begin(), repeat);
     }
   }

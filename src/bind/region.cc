@@ -18,8 +18,8 @@ Expected<Spot> locate(const char* side, const TensorRegions& regions, Bytes piec
   if (part != nullptr) return Spot{part, end_of(*part) - at};
   const TensorPart* before = at > piece ? regions.find(at - Bytes(1)) : nullptr;
   if (before != nullptr)
-    return fail(Code::out_of_range, "{} bytes [{}, {}) reach past region {}, which ends at {}, and no region goes on there", side, piece.value,
-                piece_end.value, before->region, end_of(*before).value);
+    return fail(Code::out_of_range, "{} bytes [{}, {}) reach past region {}, which ends at {}, and no region goes on there", side,
+                piece.value, piece_end.value, before->region, end_of(*before).value);
   return fail(Code::out_of_range, "{} bytes [{}, {}) lie in no region", side, piece.value, piece_end.value);
 }
 
@@ -38,8 +38,8 @@ PlacedRun placed(const Spot& source, const Spot& target, const Run& run) {
 }
 
 // One piece, cut wherever a region ends on either side.
-Expected<void> place_piece(Bytes source_at, Bytes target_at, Bytes bytes, const TensorRegions& source, const TensorRegions& target,
-                           std::vector<PlacedRun>& out) {
+Expected<void> place_piece(Bytes source_at, Bytes target_at, Bytes bytes, const TensorRegions& source,
+                           const TensorRegions& target, std::vector<PlacedRun>& out) {
   for (Bytes done; done < bytes;) {
     const auto from = locate("source", source, source_at, source_at + bytes, source_at + done);
     if (!from) return tl::unexpected(from.error());
@@ -83,12 +83,13 @@ Expected<TensorRegions> TensorRegions::make(std::vector<TensorPart> parts) {
   std::sort(parts.begin(), parts.end(), [](const TensorPart& a, const TensorPart& b) { return a.begin < b.begin; });
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const TensorPart& part = parts[i];
-    if (part.begin < Bytes(0) || part.length <= Bytes(0) || part.region_offset < Bytes(0) || !checked_add(part.begin.value, part.length.value) ||
-        !checked_add(part.region_offset.value, part.length.value))
-      return fail(Code::invalid_argument, "region {}: {} bytes at {} (region offset {}) of a tensor", part.region, part.length.value,
-                  part.begin.value, part.region_offset.value);
+    if (part.begin < Bytes(0) || part.length <= Bytes(0) || part.region_offset < Bytes(0) ||
+        !checked_add(part.begin.value, part.length.value) || !checked_add(part.region_offset.value, part.length.value))
+      return fail(Code::invalid_argument, "region {}: {} bytes at {} (region offset {}) of a tensor", part.region,
+                  part.length.value, part.begin.value, part.region_offset.value);
     if (i > 0 && end_of(parts[i - 1]) > part.begin)
-      return fail(Code::invalid_argument, "regions {} and {} both hold byte {} of a tensor", parts[i - 1].region, part.region, part.begin.value);
+      return fail(Code::invalid_argument, "regions {} and {} both hold byte {} of a tensor", parts[i - 1].region, part.region,
+                  part.begin.value);
   }
   TensorRegions out;
   out.parts_ = std::move(parts);
@@ -102,13 +103,15 @@ TensorRegions TensorRegions::whole(Bytes length, std::int32_t region, Bytes regi
 }
 
 const TensorPart* TensorRegions::find(Bytes offset) const {
-  const auto after = std::upper_bound(parts_.begin(), parts_.end(), offset, [](Bytes at, const TensorPart& part) { return at < part.begin; });
+  const auto after =
+      std::upper_bound(parts_.begin(), parts_.end(), offset, [](Bytes at, const TensorPart& part) { return at < part.begin; });
   if (after == parts_.begin()) return nullptr;
   const TensorPart& part = *(after - 1);
   return offset < end_of(part) ? &part : nullptr;
 }
 
-Expected<void> place(std::span<const Run> runs, const TensorRegions& source, const TensorRegions& target, std::vector<PlacedRun>& out) {
+Expected<void> place(std::span<const Run> runs, const TensorRegions& source, const TensorRegions& target,
+                     std::vector<PlacedRun>& out) {
   const std::size_t before = out.size();
   for (const Run& run : runs)
     if (auto ok = place_run(run, source, target, out); !ok) {

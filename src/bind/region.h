@@ -48,6 +48,7 @@ struct PlacedRun {
 // Appends `runs` (offsets from the tensors' starts), cut at the borders of regions.
 // @error out_of_range: a piece that lies outside of every region, or reaches from one past its end to where no region goes on; with side,
 //        offsets and the region's end. Nothing is appended then.
-Expected<void> place(std::span<const Run> runs, const TensorRegions& source, const TensorRegions& target, std::vector<PlacedRun>& out);
+Expected<void> place(std::span<const Run> runs, const TensorRegions& source, const TensorRegions& target,
+                     std::vector<PlacedRun>& out);
 
 }  // namespace kvloom

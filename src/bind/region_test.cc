@@ -52,8 +52,12 @@ RC_GTEST_PROP(RegionLaw, CutsAtBordersAndKeepsEveryByte, ()) {
   const auto bytes = *rc::gen::inRange<std::int64_t>(1, 12), count = *rc::gen::inRange<std::int64_t>(1, 5);
   const auto step = bytes + *rc::gen::inRange<std::int64_t>(0, 3);
   const bool falling = *rc::gen::arbitrary<bool>();
-  runs.push_back(run_of(*rc::gen::inRange<std::int64_t>(0, 10) + (falling ? (count - 1) * step : 0), *rc::gen::inRange<std::int64_t>(0, 10), bytes,
-                        count, count == 1 ? 0 : falling ? -step : step, count == 1 ? 0 : step));
+  runs.push_back(run_of(*rc::gen::inRange<std::int64_t>(0, 10) + (falling ? (count - 1) * step : 0),
+                        *rc::gen::inRange<std::int64_t>(0, 10), bytes, count,
+                        count == 1 ? 0
+                        : falling  ? -step
+                                   : step,
+                        count == 1 ? 0 : step));
   check_place(runs, source, target);
 }
 
@@ -88,13 +92,15 @@ TEST(Region, RefusesWhatNoRegionHoldsWithTheValues) {
             "source bytes [90, 110) reach past region 0, which ends at 100, and no region goes on there");
   EXPECT_EQ(words(run_of(0, 100, 8), big, TensorRegions::whole(Bytes(100))), "target bytes [100, 108) lie in no region");
   const auto gap = TensorRegions::make({{Bytes(0), Bytes(100), 3, Bytes(0)}, {Bytes(110), Bytes(100), 4, Bytes(0)}}).value();
-  EXPECT_EQ(words(run_of(95, 0, 20), gap, big), "source bytes [95, 115) reach past region 3, which ends at 100, and no region goes on there");
+  EXPECT_EQ(words(run_of(95, 0, 20), gap, big),
+            "source bytes [95, 115) reach past region 3, which ends at 100, and no region goes on there");
   EXPECT_TRUE(out.empty()) << "nothing is appended when something is refused";
 }
 
 TEST(Region, RefusesPartsThatOverlapOrHoldNothing) {
   EXPECT_FALSE(TensorRegions::make({}));
-  EXPECT_NE(TensorRegions::make({{Bytes(0), Bytes(0), 1, Bytes(0)}}).error().message.find("region 1: 0 bytes"), std::string::npos);
+  EXPECT_NE(TensorRegions::make({{Bytes(0), Bytes(0), 1, Bytes(0)}}).error().message.find("region 1: 0 bytes"),
+            std::string::npos);
   EXPECT_EQ(TensorRegions::make({{Bytes(0), Bytes(10), 1, Bytes(0)}, {Bytes(9), Bytes(10), 2, Bytes(0)}}).error().message,
             "regions 1 and 2 both hold byte 9 of a tensor");
 }

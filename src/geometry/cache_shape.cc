@@ -17,9 +17,11 @@ Expected<void> check_planes(const CacheGroup& group) {
   std::set<std::string> names;
   for (const PlaneShape& plane : group.planes) {
     if (!is_name(plane.name) || !names.insert(plane.name).second)
-      return fail(Code::invalid_argument, "group {}: plane name '{}' is not [a-z][a-z0-9_]* or stands twice", group.name, plane.name);
+      return fail(Code::invalid_argument, "group {}: plane name '{}' is not [a-z][a-z0-9_]* or stands twice", group.name,
+                  plane.name);
     if (plane.bytes <= 0 || plane.element_bytes <= 0 || plane.bytes % plane.element_bytes != 0)
-      return fail(Code::invalid_argument, "group {} plane {}: {} bytes of {}-byte elements; both must be positive and the second divide the first",
+      return fail(Code::invalid_argument,
+                  "group {} plane {}: {} bytes of {}-byte elements; both must be positive and the second divide the first",
                   group.name, plane.name, plane.bytes, plane.element_bytes);
   }
   return {};
@@ -31,10 +33,11 @@ Expected<void> check_group(const CacheGroup& group) {
   if (group.layers.empty()) return fail(Code::invalid_argument, "group {}: has no layer", group.name);
   for (std::size_t i = 0; i < group.layers.size(); ++i)
     if (group.layers[i].value < 0 || (i > 0 && group.layers[i] <= group.layers[i - 1]))
-      return fail(Code::invalid_argument, "group {}: layer {} is negative or not above the one before it", group.name, group.layers[i].value);
+      return fail(Code::invalid_argument, "group {}: layer {} is negative or not above the one before it", group.name,
+                  group.layers[i].value);
   if (group.window && (group.window->tokens <= 0 || group.kind == GroupKind::state))
-    return fail(Code::invalid_argument, "group {}: window={} is not positive, or the group is a state and has no tokens", group.name,
-                group.window->tokens);
+    return fail(Code::invalid_argument, "group {}: window={} is not positive, or the group is a state and has no tokens",
+                group.name, group.window->tokens);
   return check_planes(group);
 }
 
@@ -58,8 +61,9 @@ Expected<CacheShape> CacheShape::make(std::string model, std::int32_t layers, st
       const auto row = checked_mul(plane.bytes, group.heads);
       const auto all = row ? checked_mul(*row, static_cast<std::int64_t>(group.layers.size())) : std::nullopt;
       const auto sum = all ? checked_add(total, *all) : std::nullopt;
-      if (!sum) return fail(Code::overflow, "group {}: {} B x {} heads x {} layers does not fit 64 bits", group.name, plane.bytes, group.heads,
-                            group.layers.size());
+      if (!sum)
+        return fail(Code::overflow, "group {}: {} B x {} heads x {} layers does not fit 64 bits", group.name, plane.bytes,
+                    group.heads, group.layers.size());
       total = *sum;
     }
   }

@@ -40,13 +40,13 @@ struct PlaneShape {
 };
 
 struct CacheGroup {
-  std::string name;              // [a-z][a-z0-9_]*, unique within the model
+  std::string name;  // [a-z][a-z0-9_]*, unique within the model
   GroupKind kind = GroupKind::paged;
-  std::vector<LayerId> layers;   // global ids, ascending; only layers that own such a cache (not those that share another's)
-  std::int32_t heads = 1;        // KV heads (1 for MLA), or the heads of a state
+  std::vector<LayerId> layers;  // global ids, ascending; only layers that own such a cache (not those that share another's)
+  std::int32_t heads = 1;       // KV heads (1 for MLA), or the heads of a state
   std::vector<PlaneShape> planes;
   std::optional<Window> window;  // paged only
-  std::string note;              // for people: where the shape comes from, e.g. "[64 heads, 128, 128] f32 per request"; may be empty
+  std::string note;  // for people: where the shape comes from, e.g. "[64 heads, 128, 128] f32 per request"; may be empty
 
   // Bytes of one layer for one token (paged) or one request (state), all heads.
   Bytes row_bytes() const;

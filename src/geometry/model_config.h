@@ -24,6 +24,7 @@ const char* to_string(KvDtype dtype);
 // @post paged groups `kv` (planes k, v), `kv_swa`, `latent` (MLA), `index_k` (planes key, scale), `draft...`; state groups per kind
 // @error parse: not JSON, with the place; invalid_argument: a field that is missing, of the wrong type or out of range, by its path;
 //        unsupported: the field and why such a cache can't be sharded yet
-Expected<CacheShape> read_model_config(std::string_view json, KvDtype dtype = KvDtype::automatic, std::string_view name = "model");
+Expected<CacheShape> read_model_config(std::string_view json, KvDtype dtype = KvDtype::automatic,
+                                       std::string_view name = "model");
 
 }  // namespace kvloom

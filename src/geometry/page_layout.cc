@@ -71,7 +71,8 @@ bool nests_alone(const Lattice& plane) {
 bool nests(std::vector<Lattice> planes) {
   std::sort(planes.begin(), planes.end(), [](const Lattice& a, const Lattice& b) { return a.offset < b.offset; });
   const auto meets = [](const Lattice& a, const Lattice& b) { return a.end() > b.offset; };
-  if (std::adjacent_find(planes.begin(), planes.end(), meets) == planes.end()) return std::all_of(planes.begin(), planes.end(), nests_alone);
+  if (std::adjacent_find(planes.begin(), planes.end(), meets) == planes.end())
+    return std::all_of(planes.begin(), planes.end(), nests_alone);
   if (planes.front().dims.empty()) return false;
   const auto outer = planes.front().dims.back();
   std::int64_t end = 0;
@@ -95,8 +96,8 @@ Expected<void> check_disjoint(std::int64_t heads, std::int64_t page_tokens, cons
   std::sort(pieces.begin(), pieces.end());
   for (std::size_t i = 1; i < pieces.size(); ++i)
     if (pieces[i - 1].first + pieces[i - 1].second > pieces[i].first)
-      return fail(Code::invalid_argument, "page layout: bytes {} and {} of a page are used twice; check the strides", pieces[i - 1].first,
-                  pieces[i].first);
+      return fail(Code::invalid_argument, "page layout: bytes {} and {} of a page are used twice; check the strides",
+                  pieces[i - 1].first, pieces[i].first);
   return {};
 }
 
@@ -116,18 +117,10 @@ std::vector<PlaneLayout> order_planes(PageOrder order, const CacheGroup& group, 
   std::int64_t before = 0;  // bytes of the planes before, per token and head
   for (const PlaneShape& shape : group.planes) {
     switch (order) {
-      case PageOrder::nhd:
-        planes.push_back(plane_at(shape, before * heads * tokens, shape.bytes * heads, shape.bytes));
-        break;
-      case PageOrder::hnd:
-        planes.push_back(plane_at(shape, before * heads * tokens, shape.bytes, shape.bytes * tokens));
-        break;
-      case PageOrder::packed_nhd:
-        planes.push_back(plane_at(shape, before, row * heads, row));
-        break;
-      case PageOrder::packed_hnd:
-        planes.push_back(plane_at(shape, before, row, row * tokens));
-        break;
+      case PageOrder::nhd: planes.push_back(plane_at(shape, before * heads * tokens, shape.bytes * heads, shape.bytes)); break;
+      case PageOrder::hnd: planes.push_back(plane_at(shape, before * heads * tokens, shape.bytes, shape.bytes * tokens)); break;
+      case PageOrder::packed_nhd: planes.push_back(plane_at(shape, before, row * heads, row)); break;
+      case PageOrder::packed_hnd: planes.push_back(plane_at(shape, before, row, row * tokens)); break;
       case PageOrder::cpu:
         planes.push_back(plane_at(shape, before * tokens, shape.bytes, row * tokens));
         if (before == 0) {
@@ -155,26 +148,31 @@ const char* to_string(PageOrder order) {
   return "unknown";
 }
 
-Expected<PageLayout> PageLayout::planes(std::int64_t heads, std::int64_t page_tokens, std::int64_t page_stride, std::vector<PlaneLayout> planes) {
+Expected<PageLayout> PageLayout::planes(std::int64_t heads, std::int64_t page_tokens, std::int64_t page_stride,
+                                        std::vector<PlaneLayout> planes) {
   if (planes.empty()) return fail(Code::invalid_argument, "a page layout needs a plane");
   std::int64_t pieces = 0;
   for (const PlaneLayout& plane : planes) {
-    if (plane.bytes <= 0 || plane.element_bytes <= 0 || plane.bytes % plane.element_bytes != 0 || plane.offset < 0 || plane.token_stride < 0 ||
-        plane.head_stride < 0 || plane.content_stride < 0)
-      return fail(Code::invalid_argument, "plane {}: bytes, elements, offset and strides must be positive, and elements divide the bytes", plane.name);
+    if (plane.bytes <= 0 || plane.element_bytes <= 0 || plane.bytes % plane.element_bytes != 0 || plane.offset < 0 ||
+        plane.token_stride < 0 || plane.head_stride < 0 || plane.content_stride < 0)
+      return fail(Code::invalid_argument,
+                  "plane {}: bytes, elements, offset and strides must be positive, and elements divide the bytes", plane.name);
     if (auto ok = check_sizes(heads, page_tokens, plane.bytes); !ok) return tl::unexpected(ok.error());
     pieces += std::min(pieces_of(plane, heads, page_tokens), kMaxPieces + 1);
-    if (pieces > kMaxPieces) return fail(Code::invalid_argument, "a page of {} tokens has over {} pieces: use a smaller page", page_tokens, kMaxPieces);
+    if (pieces > kMaxPieces)
+      return fail(Code::invalid_argument, "a page of {} tokens has over {} pieces: use a smaller page", page_tokens, kMaxPieces);
     // The last byte, wide: strides may be anything.
     const std::int64_t elements = plane.content_stride == 0 ? 1 : plane.bytes / plane.element_bytes;
     const std::int64_t tail = plane.content_stride == 0 ? plane.bytes : plane.element_bytes;
     const Wide extent = Wide(page_tokens - 1) * plane.token_stride + Wide(heads - 1) * plane.head_stride +
-                            Wide(elements - 1) * plane.content_stride + tail;
+                        Wide(elements - 1) * plane.content_stride + tail;
     const bool apart = plane.offset >= page_stride;  // a tensor of its own, found from this one's start
     if (extent + (apart ? 0 : plane.offset) > page_stride)
-      return fail(Code::invalid_argument, "plane {} reaches byte {} of a page of {} B: page_stride must be at least that", plane.name,
-                  static_cast<std::int64_t>(std::min<Wide>(extent + (apart ? 0 : plane.offset), INT64_MAX)), page_stride);
-    if (extent + plane.offset > INT64_MAX) return fail(Code::overflow, "plane {}: offset {} does not fit 63 bits with its page", plane.name, plane.offset);
+      return fail(Code::invalid_argument, "plane {} reaches byte {} of a page of {} B: page_stride must be at least that",
+                  plane.name, static_cast<std::int64_t>(std::min<Wide>(extent + (apart ? 0 : plane.offset), INT64_MAX)),
+                  page_stride);
+    if (extent + plane.offset > INT64_MAX)
+      return fail(Code::overflow, "plane {}: offset {} does not fit 63 bits with its page", plane.name, plane.offset);
   }
   std::vector<Lattice> lattices;
   for (const PlaneLayout& plane : planes) lattices.push_back(lattice_of(plane, heads, page_tokens));
@@ -194,19 +192,22 @@ Expected<PageLayout> PageLayout::make(PageOrder order, const CacheGroup& group, 
   if (auto ok = check_sizes(heads, page_tokens, row); !ok) return tl::unexpected(ok.error());
   const std::int64_t tight = row * heads * page_tokens;
   if (page_stride != 0 && page_stride < tight)
-    return fail(Code::invalid_argument, "group {}: page_stride={} is below the page of {} B ({} tokens x {} heads x {} B)", group.name, page_stride,
-                tight, page_tokens, heads, row);
+    return fail(Code::invalid_argument, "group {}: page_stride={} is below the page of {} B ({} tokens x {} heads x {} B)",
+                group.name, page_stride, tight, page_tokens, heads, row);
   return planes(heads, page_tokens, page_stride == 0 ? tight : page_stride, order_planes(order, group, heads, page_tokens));
 }
 
-Expected<PageLayout> PageLayout::strided(const CacheGroup& group, std::int64_t heads, std::int64_t page_tokens, std::int64_t block_stride,
-                                         std::int64_t head_stride, std::int64_t token_stride, std::int64_t content_stride) {
+Expected<PageLayout> PageLayout::strided(const CacheGroup& group, std::int64_t heads, std::int64_t page_tokens,
+                                         std::int64_t block_stride, std::int64_t head_stride, std::int64_t token_stride,
+                                         std::int64_t content_stride) {
   std::vector<PlaneLayout> made;
   made.reserve(group.planes.size());
   std::int64_t elements_before = 0;
   for (const PlaneShape& shape : group.planes) {
     const auto offset = checked_mul(elements_before, content_stride);
-    if (!offset) return fail(Code::overflow, "group {}: content stride {} x {} elements does not fit 63 bits", group.name, content_stride, elements_before);
+    if (!offset)
+      return fail(Code::overflow, "group {}: content stride {} x {} elements does not fit 63 bits", group.name, content_stride,
+                  elements_before);
     PlaneLayout plane = plane_at(shape, *offset, token_stride, head_stride);
     if (content_stride != shape.element_bytes) plane.content_stride = content_stride;
     made.push_back(plane);

@@ -20,7 +20,7 @@ namespace kvloom {
 
 struct PlaneLayout {
   std::string name;
-  std::int64_t offset = 0;          // of (slot 0, head 0) from the page's start; past page_stride where the plane is a tensor of its own
+  std::int64_t offset = 0;  // of (slot 0, head 0) from the page's start; past page_stride where the plane is a tensor of its own
   std::int64_t token_stride = 0;    // slot to slot
   std::int64_t head_stride = 0;     // head to head
   std::int64_t bytes = 0;           // per slot and head
@@ -37,8 +37,8 @@ struct PlaneLayout {
 
 // How a page orders (token, head, content).
 enum class PageOrder : std::uint8_t {
-  nhd,         // each plane by itself: [tokens, heads, content]. One plane of one head is MLA; keys and scales make the DSA index page
-  hnd,         // each plane by itself: [heads, tokens, content]
+  nhd,  // each plane by itself: [tokens, heads, content]. One plane of one head is MLA; keys and scales make the DSA index page
+  hnd,  // each plane by itself: [heads, tokens, content]
   packed_nhd,  // planes joined in the content: [tokens, heads, k|v]
   packed_hnd,  // planes joined in the content: [heads, tokens, k|v]
   cpu,         // [heads, (k as [content, tokens]) | (v as [tokens, content])]: the first plane's content is strided
@@ -55,10 +55,12 @@ class PageLayout {
   static Expected<PageLayout> make(PageOrder order, const CacheGroup& group, std::int64_t heads, std::int64_t page_tokens,
                                    std::int64_t page_stride = 0);
   // Any strides of a [layers, blocks, heads, tokens, content] tensor whose content joins the planes: strides in bytes.
-  static Expected<PageLayout> strided(const CacheGroup& group, std::int64_t heads, std::int64_t page_tokens, std::int64_t block_stride,
-                                      std::int64_t head_stride, std::int64_t token_stride, std::int64_t content_stride);
+  static Expected<PageLayout> strided(const CacheGroup& group, std::int64_t heads, std::int64_t page_tokens,
+                                      std::int64_t block_stride, std::int64_t head_stride, std::int64_t token_stride,
+                                      std::int64_t content_stride);
   // Any planes at all.  @error two bytes of one page that would be the same, or a plane that reaches past its page
-  static Expected<PageLayout> planes(std::int64_t heads, std::int64_t page_tokens, std::int64_t page_stride, std::vector<PlaneLayout> planes);
+  static Expected<PageLayout> planes(std::int64_t heads, std::int64_t page_tokens, std::int64_t page_stride,
+                                     std::vector<PlaneLayout> planes);
 
   std::int64_t heads() const { return heads_; }
   std::int64_t page_tokens() const { return page_tokens_; }

@@ -13,9 +13,7 @@ tl::unexpected<Error> marked(const std::string& text, WordSpan span, Code code, 
   return fail(code, "{}\n  {}\n  {}{}", sentence, text, std::string(span.begin, ' '), marks);
 }
 
-bool is_number(std::string_view text) {
-  return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
-}
+bool is_number(std::string_view text) { return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos; }
 
 struct Piece {  // a part of the text and where it stands
   std::string_view text;
@@ -96,9 +94,10 @@ class ShardingParser {
   }
 
   static std::string unknown(std::string_view word) {
-    return fmt::format("unknown sharding word '{}': tp=N, dcp=N[:stripe=S|:value], cp=N[:layers|:zigzag|:blocked|:interleave=S], "
-                       "pp=N[:L,L,...], page=P, layout=ORDER, page_stride=B, or GROUP:replicated and the like",
-                       word);
+    return fmt::format(
+        "unknown sharding word '{}': tp=N, dcp=N[:stripe=S|:value], cp=N[:layers|:zigzag|:blocked|:interleave=S], "
+        "pp=N[:L,L,...], page=P, layout=ORDER, page_stride=B, or GROUP:replicated and the like",
+        word);
   }
 
   Expected<void> axis_word(Piece key, Piece value, std::optional<Piece> detail) {
@@ -134,7 +133,8 @@ class ShardingParser {
       return {};
     }
     const auto [rule, stripe] = split(*detail, '=');
-    if (rule.text != "stripe" || !stripe) return refuse(*detail, fmt::format("unknown rule '{}' of dcp: stripe=S or value", detail->text));
+    if (rule.text != "stripe" || !stripe)
+      return refuse(*detail, fmt::format("unknown rule '{}' of dcp: stripe=S or value", detail->text));
     return store(*stripe, "stripe", INT32_MAX, out_.dcp_stripe_);
   }
 
@@ -148,11 +148,15 @@ class ShardingParser {
       out_.cp_rule_ = CpRule::interleave;
       return store(*stripe, "interleave", INT32_MAX, out_.cp_stripe_);
     }
-    if (detail->text == "layers") out_.cp_rule_ = CpRule::layers;
-    else if (detail->text == "zigzag") out_.cp_rule_ = CpRule::zigzag;
-    else if (detail->text == "blocked") out_.cp_rule_ = CpRule::blocked;
+    if (detail->text == "layers")
+      out_.cp_rule_ = CpRule::layers;
+    else if (detail->text == "zigzag")
+      out_.cp_rule_ = CpRule::zigzag;
+    else if (detail->text == "blocked")
+      out_.cp_rule_ = CpRule::blocked;
     else if (detail->text != "replicated")
-      return refuse(*detail, fmt::format("unknown rule '{}' of cp: layers, zigzag, blocked, interleave=S or replicated", detail->text));
+      return refuse(*detail,
+                    fmt::format("unknown rule '{}' of cp: layers, zigzag, blocked, interleave=S or replicated", detail->text));
     return {};
   }
 
@@ -175,13 +179,14 @@ class ShardingParser {
 
   // True if the key was one of the page words.
   Expected<bool> page_word(Piece key, Piece value, std::optional<Piece> detail, PageWords& pages, bool group) const {
-    const bool known = key.text == "page" || key.text == "layout" || key.text == "page_stride" || (group && key.text == "strides");
+    const bool known =
+        key.text == "page" || key.text == "layout" || key.text == "page_stride" || (group && key.text == "strides");
     if (!known) return false;
     if (detail) return refuse(*detail, fmt::format("{} takes no rule", key.text));
-    const bool again = key.text == "page" ? pages.page_tokens.has_value()
+    const bool again = key.text == "page"          ? pages.page_tokens.has_value()
                        : key.text == "page_stride" ? pages.page_stride.has_value()
-                       : key.text == "strides" ? pages.strides.has_value()
-                                               : pages.order.has_value();
+                       : key.text == "strides"     ? pages.strides.has_value()
+                                                   : pages.order.has_value();
     if (again) return refuse(key, fmt::format("{} is said twice", key.text));
     pages.span = {key.begin, key.text.size() + 1 + value.text.size()};
     Expected<void> ok;
@@ -258,9 +263,10 @@ class ShardingParser {
   }
 
   static std::string group_unknown(std::string_view word) {
-    return fmt::format("unknown group word '{}': replicated, none, rank=R, stripe=S, value, page=P, layout=ORDER, page_stride=B or "
-                       "strides=BLOCK/HEAD/TOKEN/CONTENT",
-                       word);
+    return fmt::format(
+        "unknown group word '{}': replicated, none, rank=R, stripe=S, value, page=P, layout=ORDER, page_stride=B or "
+        "strides=BLOCK/HEAD/TOKEN/CONTENT",
+        word);
   }
 
   // What can only be said of the words together.
@@ -268,23 +274,28 @@ class ShardingParser {
     if (out_.tp_span_.length == 0) out_.tp_ = out_.dcp_;
     forget_rules_of_one_rank();
     if (out_.tp_ % out_.dcp_ != 0)
-      return marked(out_.text_, out_.dcp_span_, Code::invalid_argument,
-                    fmt::format("dcp={} does not divide tp={}: dcp ranks are tp ranks (dcp rank = tp rank mod dcp)", out_.dcp_, out_.tp_));
+      return marked(
+          out_.text_, out_.dcp_span_, Code::invalid_argument,
+          fmt::format("dcp={} does not divide tp={}: dcp ranks are tp ranks (dcp rank = tp rank mod dcp)", out_.dcp_, out_.tp_));
     const std::int64_t world = std::int64_t{out_.tp_} * out_.cp_ * out_.pp_;
     if (world > kMaxRanks)
-      return marked(out_.text_, {0, out_.text_.size()}, Code::invalid_argument, fmt::format("{} ranks are too many: at most {}", world, kMaxRanks));
+      return marked(out_.text_, {0, out_.text_.size()}, Code::invalid_argument,
+                    fmt::format("{} ranks are too many: at most {}", world, kMaxRanks));
     if (!out_.pp_layers_.empty() && static_cast<std::int64_t>(out_.pp_layers_.size()) != out_.pp_)
       return marked(out_.text_, out_.pp_span_, Code::invalid_argument,
                     fmt::format("pp={} stages, but {} of them are given layers", out_.pp_, out_.pp_layers_.size()));
     if (out_.dcp_ > 1 && (out_.cp_rule_ == CpRule::zigzag || out_.cp_rule_ == CpRule::blocked))
-      return marked(out_.text_, out_.cp_span_, Code::unsupported,
-                    "cp:zigzag or cp:blocked and dcp would both cut the tokens: use cp=N:layers, cp=N or cp=N:interleave=S beside dcp");
+      return marked(
+          out_.text_, out_.cp_span_, Code::unsupported,
+          "cp:zigzag or cp:blocked and dcp would both cut the tokens: use cp=N:layers, cp=N or cp=N:interleave=S beside dcp");
     if (out_.dcp_ > 1 && out_.cp_rule_ == CpRule::interleave && out_.dcp_by_value_)
-      return marked(out_.text_, out_.dcp_span_, Code::unsupported, "dcp:value and cp:interleave would both choose the token's rank");
-    if (out_.dcp_ > 1 && out_.cp_rule_ == CpRule::interleave && out_.dcp_stripe_ != 0 && out_.dcp_stripe_ != out_.cp_stripe_)
       return marked(out_.text_, out_.dcp_span_, Code::unsupported,
-                    fmt::format("dcp stripe={} and cp interleave={} must be one number: the ranks of both take turns in one cycle", out_.dcp_stripe_,
-                                out_.cp_stripe_));
+                    "dcp:value and cp:interleave would both choose the token's rank");
+    if (out_.dcp_ > 1 && out_.cp_rule_ == CpRule::interleave && out_.dcp_stripe_ != 0 && out_.dcp_stripe_ != out_.cp_stripe_)
+      return marked(
+          out_.text_, out_.dcp_span_, Code::unsupported,
+          fmt::format("dcp stripe={} and cp interleave={} must be one number: the ranks of both take turns in one cycle",
+                      out_.dcp_stripe_, out_.cp_stripe_));
     return {};
   }
 
@@ -319,9 +330,9 @@ tl::unexpected<Error> Sharding::point_at(WordSpan span, Code code, const std::st
 }
 
 bool operator==(const Sharding& a, const Sharding& b) {
-  return a.tp_ == b.tp_ && a.dcp_ == b.dcp_ && a.cp_ == b.cp_ && a.pp_ == b.pp_ && a.cp_rule_ == b.cp_rule_ && a.cp_stripe_ == b.cp_stripe_ &&
-         a.dcp_stripe_ == b.dcp_stripe_ && a.dcp_by_value_ == b.dcp_by_value_ && a.pp_layers_ == b.pp_layers_ && a.pages_ == b.pages_ &&
-         a.groups_ == b.groups_;
+  return a.tp_ == b.tp_ && a.dcp_ == b.dcp_ && a.cp_ == b.cp_ && a.pp_ == b.pp_ && a.cp_rule_ == b.cp_rule_ &&
+         a.cp_stripe_ == b.cp_stripe_ && a.dcp_stripe_ == b.dcp_stripe_ && a.dcp_by_value_ == b.dcp_by_value_ &&
+         a.pp_layers_ == b.pp_layers_ && a.pages_ == b.pages_ && a.groups_ == b.groups_;
 }
 
 // ---- text ----
@@ -335,7 +346,8 @@ void add_pages(std::string& text, const std::string& prefix, const PageWords& pa
   if (pages.order) add(text, fmt::format("{}layout={}", prefix, to_string(*pages.order)));
   if (pages.page_stride) add(text, fmt::format("{}page_stride={}", prefix, *pages.page_stride));
   if (pages.strides)
-    add(text, fmt::format("{}strides={}/{}/{}/{}", prefix, pages.strides->block, pages.strides->head, pages.strides->token, pages.strides->content));
+    add(text, fmt::format("{}strides={}/{}/{}/{}", prefix, pages.strides->block, pages.strides->head, pages.strides->token,
+                          pages.strides->content));
 }
 
 std::string cp_word(const Sharding& s) {

@@ -70,14 +70,14 @@ class Sharding {
   // One rank that holds everything, `ranks` times.
   static Sharding replicated(std::int32_t ranks);
 
-  std::int32_t tp() const { return tp_; }    // dcp included: tp is a multiple of dcp
+  std::int32_t tp() const { return tp_; }  // dcp included: tp is a multiple of dcp
   std::int32_t dcp() const { return dcp_; }
   std::int32_t cp() const { return cp_; }
   std::int32_t pp() const { return pp_; }
   std::int32_t ranks() const { return tp_ * cp_ * pp_; }
   CpRule cp_rule() const { return cp_rule_; }
-  std::int64_t cp_stripe() const { return cp_stripe_; }                 // interleave
-  std::int64_t dcp_stripe() const { return dcp_stripe_; }               // 0: a page
+  std::int64_t cp_stripe() const { return cp_stripe_; }    // interleave
+  std::int64_t dcp_stripe() const { return dcp_stripe_; }  // 0: a page
   bool dcp_by_value() const { return dcp_by_value_; }
   const std::vector<std::int64_t>& pp_layers() const { return pp_layers_; }  // empty: blocks
   const PageWords& pages() const { return pages_; }

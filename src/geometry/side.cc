@@ -56,7 +56,8 @@ class GroupBuilder {
     out_.heads = group_.heads;
     out_.planes = group_.planes;
     out_.window = group_.window;
-    for (auto step : {&GroupBuilder::split_layers, &GroupBuilder::split_heads, &GroupBuilder::lay_out, &GroupBuilder::split_tokens})
+    for (auto step :
+         {&GroupBuilder::split_layers, &GroupBuilder::split_heads, &GroupBuilder::lay_out, &GroupBuilder::split_tokens})
       if (auto ok = (this->*step)(); !ok) return tl::unexpected(ok.error());
     if (auto ok = place_ranks(); !ok) return tl::unexpected(ok.error());
     return std::move(out_);
@@ -120,11 +121,12 @@ class GroupBuilder {
     if (heads % slices != 0 && slices % heads != 0) {
       const std::string dcp = sharding_.dcp() > 1 ? fmt::format(" with dcp={}", sharding_.dcp()) : "";
       return sharding_.point_at(sharding_.tp_span(), Code::invalid_argument,
-                                fmt::format("tp={}{} does not divide {} heads of group {}; {}", sharding_.tp(), dcp, heads, group_.name,
-                                            possible_tp(heads, sharding_.dcp())));
+                                fmt::format("tp={}{} does not divide {} heads of group {}; {}", sharding_.tp(), dcp, heads,
+                                            group_.name, possible_tp(heads, sharding_.dcp())));
     }
     const std::int64_t parts = std::min(slices, heads);
-    for (std::int64_t d = 0; d < parts; ++d) out_.head_parts.push_back(StridedSet::interval(d * heads / parts, (d + 1) * heads / parts));
+    for (std::int64_t d = 0; d < parts; ++d)
+      out_.head_parts.push_back(StridedSet::interval(d * heads / parts, (d + 1) * heads / parts));
     return {};
   }
 
@@ -134,13 +136,16 @@ class GroupBuilder {
     const std::int64_t local = group_.heads / static_cast<std::int64_t>(out_.head_parts.size());
     const bool state = group_.kind == GroupKind::state;
     if (state && own.page_tokens)
-      return sharding_.point_at(own.span, Code::invalid_argument, fmt::format("group {} is a state per request: it has no pages of tokens", group_.name));
+      return sharding_.point_at(own.span, Code::invalid_argument,
+                                fmt::format("group {} is a state per request: it has no pages of tokens", group_.name));
     const std::int64_t tokens = state ? 1 : own.page_tokens.value_or(side.page_tokens.value_or(default_page_));
     const PageOrder order = state ? PageOrder::nhd : own.order.value_or(side.order.value_or(PageOrder::nhd));
-    auto layout = own.strides ? PageLayout::strided(group_, local, tokens, own.strides->block, own.strides->head, own.strides->token,
-                                                    own.strides->content)
-                              : PageLayout::make(order, group_, local, tokens, own.page_stride.value_or(state ? 0 : side.page_stride.value_or(0)));
-    if (!layout) return sharding_.point_at(own.span.length != 0 ? own.span : side.span, layout.error().code, layout.error().message);
+    auto layout = own.strides ? PageLayout::strided(group_, local, tokens, own.strides->block, own.strides->head,
+                                                    own.strides->token, own.strides->content)
+                              : PageLayout::make(order, group_, local, tokens,
+                                                 own.page_stride.value_or(state ? 0 : side.page_stride.value_or(0)));
+    if (!layout)
+      return sharding_.point_at(own.span.length != 0 ? own.span : side.span, layout.error().code, layout.error().message);
     out_.layout = *layout;
     return {};
   }
@@ -163,9 +168,13 @@ class GroupBuilder {
     std::int64_t stripe = words_.stripe.value_or(interleave ? sharding_.cp_stripe() : sharding_.dcp_stripe());
     if (stripe == 0) stripe = page;
     if (page % stripe != 0)
-      return sharding_.point_at(words_.stripe ? words_.span : interleave ? sharding_.cp_span() : sharding_.dcp_span(), Code::invalid_argument,
-                                fmt::format("stripe={} does not divide the page of {} tokens of group {}: a stripe may not cross a page", stripe, page,
-                                            group_.name));
+      return sharding_.point_at(
+          words_.stripe ? words_.span
+          : interleave  ? sharding_.cp_span()
+                        : sharding_.dcp_span(),
+          Code::invalid_argument,
+          fmt::format("stripe={} does not divide the page of {} tokens of group {}: a stripe may not cross a page", stripe, page,
+                      group_.name));
     split = {TokenRule::cyclic, parts, stripe};
     return {};
   }
@@ -178,15 +187,18 @@ class GroupBuilder {
     place.layers = sharding_.cp_rule() == CpRule::layers ? at.pp * sharding_.cp() + at.cp : at.pp;
     const std::int32_t slices = sharding_.tp() / sharding_.dcp();
     place.heads = at.tp / sharding_.dcp() / (slices / static_cast<std::int32_t>(out_.head_parts.size()));
-    if (out_.tokens.rule == TokenRule::zigzag || out_.tokens.rule == TokenRule::blocked) place.tokens = at.cp;
-    else if (out_.tokens.parts > 1) place.tokens = (sharding_.cp_rule() == CpRule::interleave ? at.cp * sharding_.dcp() : 0) + at.tp % sharding_.dcp();
+    if (out_.tokens.rule == TokenRule::zigzag || out_.tokens.rule == TokenRule::blocked)
+      place.tokens = at.cp;
+    else if (out_.tokens.parts > 1)
+      place.tokens = (sharding_.cp_rule() == CpRule::interleave ? at.cp * sharding_.dcp() : 0) + at.tp % sharding_.dcp();
     return place;
   }
 
   Expected<void> place_ranks() {
     if (words_.holders == GroupWords::Holders::one_rank && words_.rank >= sharding_.ranks())
-      return sharding_.point_at(words_.span, Code::out_of_range, fmt::format("rank={} of {} ranks: 0 to {}", words_.rank, sharding_.ranks(),
-                                                                             sharding_.ranks() - 1));
+      return sharding_.point_at(
+          words_.span, Code::out_of_range,
+          fmt::format("rank={} of {} ranks: 0 to {}", words_.rank, sharding_.ranks(), sharding_.ranks() - 1));
     std::map<std::tuple<std::int32_t, std::int32_t, std::int32_t>, std::int32_t> seen;
     for (std::int32_t rank = 0; rank < sharding_.ranks(); ++rank) {
       Place at = place(rank);
@@ -210,7 +222,8 @@ Expected<void> check_group_names(const CacheShape& shape, const Sharding& shardi
     if (shape.find(name) == nullptr) {
       std::string known;
       for (const CacheGroup& group : shape.groups()) known += (known.empty() ? "" : ", ") + group.name;
-      return sharding.point_at(words.span, Code::invalid_argument, fmt::format("{} has no cache group '{}': it has {}", shape.model(), name, known));
+      return sharding.point_at(words.span, Code::invalid_argument,
+                               fmt::format("{} has no cache group '{}': it has {}", shape.model(), name, known));
     }
   return {};
 }
@@ -239,14 +252,17 @@ Expected<void> Side::set_layout(const std::string& group, PageLayout layout) {
   const auto at = std::find_if(groups_.begin(), groups_.end(), [&](const GroupSide& g) { return g.name == group; });
   if (at == groups_.end()) return fail(Code::invalid_argument, "no cache group '{}' on this side", group);
   if (layout.heads() != at->layout.heads())
-    return fail(Code::invalid_argument, "group {}: a layout of {} heads, but each rank holds {}", group, layout.heads(), at->layout.heads());
+    return fail(Code::invalid_argument, "group {}: a layout of {} heads, but each rank holds {}", group, layout.heads(),
+                at->layout.heads());
   const auto same = [](const PlaneShape& shape, const PlaneLayout& plane) {
     return shape.name == plane.name && shape.bytes == plane.bytes && shape.element_bytes == plane.element_bytes;
   };
   if (!std::equal(at->planes.begin(), at->planes.end(), layout.planes().begin(), layout.planes().end(), same))
-    return fail(Code::invalid_argument, "group {}: the layout's planes (names, bytes, elements) are not those of the group", group);
+    return fail(Code::invalid_argument, "group {}: the layout's planes (names, bytes, elements) are not those of the group",
+                group);
   if (at->tokens.rule == TokenRule::cyclic && layout.page_tokens() % at->tokens.stripe != 0)
-    return fail(Code::invalid_argument, "group {}: stripe={} does not divide the page of {} tokens", group, at->tokens.stripe, layout.page_tokens());
+    return fail(Code::invalid_argument, "group {}: stripe={} does not divide the page of {} tokens", group, at->tokens.stripe,
+                layout.page_tokens());
   at->layout = std::move(layout);
   return {};
 }

@@ -53,15 +53,15 @@ struct Place {
 struct GroupSide {
   std::string name;
   GroupKind kind = GroupKind::paged;
-  std::vector<LayerId> layers;           // global ids; a layer's ordinal is its index here
-  std::int32_t heads = 1;                // of the whole group
+  std::vector<LayerId> layers;  // global ids; a layer's ordinal is its index here
+  std::int32_t heads = 1;       // of the whole group
   std::vector<PlaneShape> planes;
   std::optional<Window> window;
-  PageLayout layout;                     // of every rank: they hold equally many heads
-  std::vector<StridedSet> layer_parts;   // ordinals; disjoint intervals, empty where there are more ranks than layers
-  std::vector<StridedSet> head_parts;    // disjoint intervals of equal size
+  PageLayout layout;                    // of every rank: they hold equally many heads
+  std::vector<StridedSet> layer_parts;  // ordinals; disjoint intervals, empty where there are more ranks than layers
+  std::vector<StridedSet> head_parts;   // disjoint intervals of equal size
   TokenSplit tokens;
-  std::vector<Place> places;             // [ranks]
+  std::vector<Place> places;  // [ranks]
 
   friend bool operator==(const GroupSide&, const GroupSide&) = default;
 };

@@ -15,8 +15,8 @@ namespace {
 using shapes::says;
 using shapes::side;
 
-// check_side: what a Side has worked out is what the words say, element by element, and a rank's n-th token stands at column n / page,
-// slot n mod page.
+// check_side: what a Side has worked out is what the words say, element by element, and a rank's n-th token stands at column
+// n / page, slot n mod page.
 Expected<void> check_side(const Side& side, std::int64_t total) {
   const Oracle oracle(side, total);
   for (std::size_t g = 0; g < side.groups().size(); ++g) {

@@ -22,8 +22,8 @@ std::string count_text(std::int64_t count) { return count == kUnbounded ? "inf" 
 
 }  // namespace
 
-StridedSet::StridedSet(std::int64_t start, std::int64_t length, std::int64_t inner_stride, std::int64_t inner_count, std::int64_t stride,
-                       std::int64_t count)
+StridedSet::StridedSet(std::int64_t start, std::int64_t length, std::int64_t inner_stride, std::int64_t inner_count,
+                       std::int64_t stride, std::int64_t count)
     : start_(start), length_(length), inner_stride_(inner_stride), inner_count_(inner_count), stride_(stride), count_(count) {
   canonicalise();
 }
@@ -61,10 +61,11 @@ Expected<StridedSet> StridedSet::make(std::int64_t start, std::int64_t length, s
   return make(start, length, 0, 1, stride, count);
 }
 
-Expected<StridedSet> StridedSet::make(std::int64_t start, std::int64_t length, std::int64_t inner_stride, std::int64_t inner_count,
-                                      std::int64_t stride, std::int64_t count) {
+Expected<StridedSet> StridedSet::make(std::int64_t start, std::int64_t length, std::int64_t inner_stride,
+                                      std::int64_t inner_count, std::int64_t stride, std::int64_t count) {
   const auto refuse = [&](const char* why) {
-    return fail(Code::invalid_argument, "strided set {}+{}/{}*{}/{}*{}: {}", start, length, inner_stride, inner_count, stride, count_text(count), why);
+    return fail(Code::invalid_argument, "strided set {}+{}/{}*{}/{}*{}: {}", start, length, inner_stride, inner_count, stride,
+                count_text(count), why);
   };
   if (start < 0 || length < 0 || inner_count < 0 || count < 0) return refuse("numbers must not be negative");
   if (length == 0 || inner_count == 0 || count == 0) return StridedSet();
@@ -178,8 +179,8 @@ Expected<StridedSet> StridedSet::parse(std::string_view text) {
 
 namespace {
 
-StridedSet unchecked(std::int64_t start, std::int64_t length, std::int64_t inner_stride, std::int64_t inner_count, std::int64_t stride,
-                     std::int64_t count) {
+StridedSet unchecked(std::int64_t start, std::int64_t length, std::int64_t inner_stride, std::int64_t inner_count,
+                     std::int64_t stride, std::int64_t count) {
   auto made = StridedSet::make(start, length, inner_stride, inner_count, stride, count);
   return made ? *made : StridedSet();  // only from numbers that are known to fit
 }
@@ -207,7 +208,8 @@ void clip_into(const StridedSet& set, std::int64_t begin, std::int64_t end, std:
   const std::int64_t span = (set.inner_count() - 1) * set.inner_stride() + set.length();
   // Blocks [first, stop) are whole; the one before and the one after may be cut.
   const std::int64_t first = ceil_div(begin - set.start(), set.stride());
-  const std::int64_t stop = end == kUnbounded ? set.count() : std::min(set.count(), floor_div(end - set.start() - span, set.stride()) + 1);
+  const std::int64_t stop =
+      end == kUnbounded ? set.count() : std::min(set.count(), floor_div(end - set.start() - span, set.stride()) + 1);
   if (first > 0) clip_into(block_at(set, first - 1), begin, end, out);
   if (stop > first) keep(out, blocks_of(set, first, stop == kUnbounded ? kUnbounded : stop - first));
   const std::int64_t tail = std::max(stop, first);
@@ -285,7 +287,8 @@ void add_distances(const Meeting& m, std::int64_t delta, std::int64_t run, std::
     const Wide start = Wide(m.a.start()) + (Wide(i0) + Wide(k) * m.m2) * m.a.stride() + from + Wide(q_from) * m.b.stride();
     if (start >= Wide(kUnbounded)) return;
     const bool once = m.step == kUnbounded || start + m.step >= Wide(kUnbounded);
-    keep(out, unchecked(static_cast<std::int64_t>(start), overlap, m.b.stride(), q_to - q_from, once ? 0 : m.step, once ? 1 : count));
+    keep(out,
+         unchecked(static_cast<std::int64_t>(start), overlap, m.b.stride(), q_to - q_from, once ? 0 : m.step, once ? 1 : count));
   };
   // Segment q of block k is segment j0 + q + k * m1 of b: whole blocks are those for which all of them exist.
   const std::int64_t whole_from = std::max<std::int64_t>(0, ceil_div(-j0, m.m1));

@@ -38,8 +38,8 @@ class StridedSet {
   std::int64_t length() const { return length_; }              // kUnbounded: an interval without end
   std::int64_t inner_stride() const { return inner_stride_; }  // 0 where inner_count is 1
   std::int64_t inner_count() const { return inner_count_; }
-  std::int64_t stride() const { return stride_; }              // 0 where count is 1
-  std::int64_t count() const { return count_; }                // kUnbounded: repeats for ever
+  std::int64_t stride() const { return stride_; }  // 0 where count is 1
+  std::int64_t count() const { return count_; }    // kUnbounded: repeats for ever
 
   bool empty() const { return count_ == 0; }
   bool interval() const { return count_ == 1 && inner_count_ == 1; }
@@ -50,7 +50,9 @@ class StridedSet {
   bool contains(std::int64_t index) const;
   // Members below `index`: also the position of a member within the set.  @cost O(1)
   std::int64_t count_below(std::int64_t index) const;
-  std::int64_t count_in(std::int64_t begin, std::int64_t end) const { return end <= begin ? 0 : count_below(end) - count_below(begin); }
+  std::int64_t count_in(std::int64_t begin, std::int64_t end) const {
+    return end <= begin ? 0 : count_below(end) - count_below(begin);
+  }
   // The number of members.  @pre bounded()
   std::int64_t size() const { return count_below(end()); }
   // Indices after which the set looks the same: its stride; 1 for an interval without end; 0 if it is bounded.

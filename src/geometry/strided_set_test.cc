@@ -44,7 +44,8 @@ void check_intersect(const StridedSet& a, const StridedSet& b) {
       };
       for (std::int64_t k = 0; k < std::min<std::int64_t>(family.count(), 4); ++k)
         for (std::int64_t i = 0; i < std::min<std::int64_t>(family.inner_count(), 4); ++i)
-          ASSERT_EQ(at(k, i), at(0, 0) + k * (at(family.count() > 1, 0) - at(0, 0)) + i * (at(0, family.inner_count() > 1) - at(0, 0)));
+          ASSERT_EQ(at(k, i),
+                    at(0, 0) + k * (at(family.count() > 1, 0) - at(0, 0)) + i * (at(0, family.inner_count() > 1) - at(0, 0)));
     }
   }
   ASSERT_EQ(got, wanted) << to_string(a) << " meets " << to_string(b) << " as " << to_string(intersect(a, b));
@@ -56,7 +57,8 @@ rc::Gen<StridedSet> flat_set() {
     const auto length = *rc::gen::inRange<std::int64_t>(1, 40);
     const auto gap = *rc::gen::inRange<std::int64_t>(0, 40);
     const auto start = *rc::gen::inRange<std::int64_t>(0, 90);
-    const auto count = *rc::gen::weightedOneOf<std::int64_t>({{2, rc::gen::just(kUnbounded)}, {3, rc::gen::inRange<std::int64_t>(0, 12)}});
+    const auto count =
+        *rc::gen::weightedOneOf<std::int64_t>({{2, rc::gen::just(kUnbounded)}, {3, rc::gen::inRange<std::int64_t>(0, 12)}});
     return StridedSet::make(start, length, length + gap, count).value();
   });
 }
@@ -67,9 +69,10 @@ rc::Gen<StridedSet> nested_set() {
     const auto inner_stride = length + *rc::gen::inRange<std::int64_t>(0, 6);
     const auto inner_count = *rc::gen::inRange<std::int64_t>(1, 5);
     const auto span = (inner_count - 1) * inner_stride + length;
-    const auto count = *rc::gen::weightedOneOf<std::int64_t>({{2, rc::gen::just(kUnbounded)}, {3, rc::gen::inRange<std::int64_t>(1, 9)}});
-    return StridedSet::make(*rc::gen::inRange<std::int64_t>(0, 50), length, inner_stride, inner_count, span + *rc::gen::inRange<std::int64_t>(0, 20),
-                            count)
+    const auto count =
+        *rc::gen::weightedOneOf<std::int64_t>({{2, rc::gen::just(kUnbounded)}, {3, rc::gen::inRange<std::int64_t>(1, 9)}});
+    return StridedSet::make(*rc::gen::inRange<std::int64_t>(0, 50), length, inner_stride, inner_count,
+                            span + *rc::gen::inRange<std::int64_t>(0, 20), count)
         .value();
   });
 }
@@ -91,7 +94,8 @@ RC_GTEST_PROP(StridedSetLaw, PrintsWhatItParses, ()) {
 RC_GTEST_PROP(StridedSetLaw, ClipsLikeEnumeration, ()) {
   const auto set = *nested_set();
   const auto begin = *rc::gen::inRange<std::int64_t>(0, 300);
-  const auto end = *rc::gen::weightedOneOf<std::int64_t>({{3, rc::gen::inRange<std::int64_t>(0, 400)}, {1, rc::gen::just(kUnbounded)}});
+  const auto end =
+      *rc::gen::weightedOneOf<std::int64_t>({{3, rc::gen::inRange<std::int64_t>(0, 400)}, {1, rc::gen::just(kUnbounded)}});
   std::set<std::int64_t> wanted, got;
   for (const auto i : enumerate(set))
     if (i >= begin && i < end) wanted.insert(i);

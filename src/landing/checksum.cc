@@ -25,17 +25,20 @@ std::uint64_t coordinate_hash(LayerId layer, std::int64_t token, std::int64_t he
 }
 
 // A row's bytes, gathered where the layout strides its content.
-std::span<const std::byte> row_of(const PlaneLayout& plane, std::span<const std::byte> tensor, std::int64_t at, std::vector<std::byte>& scratch) {
+std::span<const std::byte> row_of(const PlaneLayout& plane, std::span<const std::byte> tensor, std::int64_t at,
+                                  std::vector<std::byte>& scratch) {
   if (plane.content_stride == 0) return tensor.subspan(static_cast<std::size_t>(at), static_cast<std::size_t>(plane.bytes));
   scratch.resize(static_cast<std::size_t>(plane.bytes));
   for (std::int64_t x = 0; x < plane.bytes; ++x)
-    scratch[static_cast<std::size_t>(x)] = tensor[static_cast<std::size_t>(at + x / plane.element_bytes * plane.content_stride + x % plane.element_bytes)];
+    scratch[static_cast<std::size_t>(x)] =
+        tensor[static_cast<std::size_t>(at + x / plane.element_bytes * plane.content_stride + x % plane.element_bytes)];
   return scratch;
 }
 
 // All rows of one token.
-Checksum token_checksum(const GroupSide& group, const StridedSet& heads, LayerId layer, std::int64_t token, std::span<const std::byte> tensor,
-                        std::int64_t page_start, std::int64_t slot, std::vector<std::byte>& scratch) {
+Checksum token_checksum(const GroupSide& group, const StridedSet& heads, LayerId layer, std::int64_t token,
+                        std::span<const std::byte> tensor, std::int64_t page_start, std::int64_t slot,
+                        std::vector<std::byte>& scratch) {
   Checksum out;
   for (std::int64_t head = 0; head < heads.size(); ++head)
     for (std::size_t p = 0; p < group.planes.size(); ++p) {
@@ -50,12 +53,13 @@ Checksum token_checksum(const GroupSide& group, const StridedSet& heads, LayerId
 
 std::string to_string(const Checksum& checksum) { return fmt::format("{:016x}:{}", checksum.sum, checksum.rows); }
 
-Checksum row_checksum(LayerId layer, std::int64_t token, std::int64_t head, std::int64_t plane, std::span<const std::byte> bytes) {
+Checksum row_checksum(LayerId layer, std::int64_t token, std::int64_t head, std::int64_t plane,
+                      std::span<const std::byte> bytes) {
   return {mix(XXH3_64bits(bytes.data(), bytes.size()) ^ coordinate_hash(layer, token, head, plane)), 1};
 }
 
-Checksum checksum(const GroupSide& group, Rank rank, LayerId layer, std::span<const std::byte> tensor, std::span<const PageId> table,
-                  std::int64_t begin, std::int64_t end, std::int64_t total) {
+Checksum checksum(const GroupSide& group, Rank rank, LayerId layer, std::span<const std::byte> tensor,
+                  std::span<const PageId> table, std::int64_t begin, std::int64_t end, std::int64_t total) {
   const Place& place = group.places[static_cast<std::size_t>(rank.value)];
   const StridedSet own = group.tokens.part(place.tokens, total);
   const StridedSet& heads = group.head_parts[static_cast<std::size_t>(place.heads)];
@@ -71,7 +75,8 @@ Checksum checksum(const GroupSide& group, Rank rank, LayerId layer, std::span<co
           if (page % parts != place.tokens) continue;
           page /= parts;
         }
-        out += token_checksum(group, heads, layer, token, tensor, page * group.layout.page_stride(), position % group.layout.page_tokens(), scratch);
+        out += token_checksum(group, heads, layer, token, tensor, page * group.layout.page_stride(),
+                              position % group.layout.page_tokens(), scratch);
       }
   return out;
 }

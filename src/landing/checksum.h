@@ -17,7 +17,7 @@
 namespace kvloom {
 
 struct Checksum {
-  std::uint64_t sum = 0;   // of row hashes, modulo 2^64
+  std::uint64_t sum = 0;  // of row hashes, modulo 2^64
   std::int64_t rows = 0;
 
   Checksum& operator+=(const Checksum& other) {
@@ -37,7 +37,7 @@ Checksum row_checksum(LayerId layer, std::int64_t token, std::int64_t head, std:
 // What `rank` holds of tokens [begin, end) of one layer: its tensor and its page table.
 // @pre the rank holds the layer; the table covers the tokens and `tensor` its pages (bind checks both for a transfer); total as in compile
 // @cost one pass over the bytes; docs/measurements says at how many GB/s
-Checksum checksum(const GroupSide& group, Rank rank, LayerId layer, std::span<const std::byte> tensor, std::span<const PageId> table,
-                  std::int64_t begin, std::int64_t end, std::int64_t total);
+Checksum checksum(const GroupSide& group, Rank rank, LayerId layer, std::span<const std::byte> tensor,
+                  std::span<const PageId> table, std::int64_t begin, std::int64_t end, std::int64_t total);
 
 }  // namespace kvloom

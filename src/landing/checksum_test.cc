@@ -42,11 +42,13 @@ RankCache fill(const Side& side, Rank rank, std::int64_t total, std::mt19937_64&
     tensor.resize(static_cast<std::size_t>(pages * group.layout.page_stride()), std::byte{0xee});
     for (std::int64_t token = 0; token < total; ++token) {
       if (!own.contains(token)) continue;
-      const std::int64_t at = own.count_below(token), page = out.table[static_cast<std::size_t>(at / group.layout.page_tokens())].value;
+      const std::int64_t at = own.count_below(token),
+                         page = out.table[static_cast<std::size_t>(at / group.layout.page_tokens())].value;
       for (std::int64_t h = 0; h < heads.size(); ++h)
         for (std::size_t p = 0; p < group.planes.size(); ++p)
           for (std::int64_t x = 0; x < group.planes[p].bytes; ++x)
-            tensor[static_cast<std::size_t>(page * group.layout.page_stride() + group.layout.planes()[p].at(at % group.layout.page_tokens(), h, x))] =
+            tensor[static_cast<std::size_t>(page * group.layout.page_stride() +
+                                            group.layout.planes()[p].at(at % group.layout.page_tokens(), h, x))] =
                 content(layer, token, heads.start() + h, p, x);
     }
   }
@@ -59,7 +61,8 @@ Checksum of_side(const Side& side, std::int64_t begin, std::int64_t total, std::
   for (std::int32_t rank = 0; rank < side.ranks(); ++rank) {
     if (group.places[static_cast<std::size_t>(rank)].replica != 0) continue;
     const RankCache cache = fill(side, Rank(rank), total, random);
-    for (const auto& [layer, tensor] : cache.tensors) sum += checksum(group, Rank(rank), layer, tensor, cache.table, begin, total, total);
+    for (const auto& [layer, tensor] : cache.tensors)
+      sum += checksum(group, Rank(rank), layer, tensor, cache.table, begin, total, total);
   }
   return sum;
 }
@@ -71,8 +74,9 @@ TEST(Checksum, IsTheSameForEveryShardingLayoutAndTable) {
   const auto side = [](const char* words) { return Side::make(shape(), Sharding::parse(words).value(), 8).value(); };
   const Checksum wanted = of_side(side("tp=1"), begin, total, random);
   EXPECT_EQ(wanted.rows, (total - begin) * 5 * 4 * 2);
-  for (const char* words : {"cp=8:layers", "dcp=4", "tp=4,dcp=2:stripe=1", "tp=8,page=16,layout=hnd", "cp=3:zigzag,layout=packed-nhd", "pp=2,tp=2,layout=cpu",
-                            "cp=4:interleave=2", "cp=2:blocked,page=5", "tp=2,layout=packed-hnd,page_stride=512"})
+  for (const char* words :
+       {"cp=8:layers", "dcp=4", "tp=4,dcp=2:stripe=1", "tp=8,page=16,layout=hnd", "cp=3:zigzag,layout=packed-nhd",
+        "pp=2,tp=2,layout=cpu", "cp=4:interleave=2", "cp=2:blocked,page=5", "tp=2,layout=packed-hnd,page_stride=512"})
     EXPECT_EQ(to_string(of_side(side(words), begin, total, random)), to_string(wanted)) << words;
 }
 

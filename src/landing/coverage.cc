@@ -5,7 +5,8 @@ namespace kvloom {
 Expected<Coverage> Coverage::make(const std::vector<Owed>& owed) {
   Coverage out;
   for (const Owed& debt : owed) {
-    if (debt.bytes < Bytes(0)) return fail(Code::invalid_argument, "prefill rank {} owes {} B", debt.source.value, debt.bytes.value);
+    if (debt.bytes < Bytes(0))
+      return fail(Code::invalid_argument, "prefill rank {} owes {} B", debt.source.value, debt.bytes.value);
     if (debt.bytes == Bytes(0)) continue;
     const auto sum = checked_add(out.expected_.value, debt.bytes.value);
     if (!sum) return fail(Code::overflow, "the debts of all ranks do not fit 63 bits");
@@ -21,8 +22,9 @@ Expected<void> Coverage::landed(Rank source, CacheLayer layer, Bytes bytes) {
   const Bytes left = at == open_.end() ? Bytes(0) : at->second;
   if (bytes < Bytes(0) || bytes > left) {
     const auto owed = owed_.find({layer, source});
-    return fail(Scope::transfer, Code::out_of_range, "prefill rank {} says that {} B of group {} layer {} landed, but it owes {} B, {} of them still",
-                source.value, bytes.value, layer.group, layer.layer.value, owed == owed_.end() ? 0 : owed->second.value, left.value);
+    return fail(Scope::transfer, Code::out_of_range,
+                "prefill rank {} says that {} B of group {} layer {} landed, but it owes {} B, {} of them still", source.value,
+                bytes.value, layer.group, layer.layer.value, owed == owed_.end() ? 0 : owed->second.value, left.value);
   }
   covered_ += bytes;
   if (at == open_.end()) return {};
@@ -45,7 +47,8 @@ std::string Coverage::missing() const {
   }
   std::string text;
   for (const auto& [source, left] : by_source)
-    text += fmt::format("{}prefill rank {}: {} layers, {} B", text.empty() ? "" : "; ", source.value, left.first, left.second.value);
+    text +=
+        fmt::format("{}prefill rank {}: {} layers, {} B", text.empty() ? "" : "; ", source.value, left.first, left.second.value);
   return text;
 }
 

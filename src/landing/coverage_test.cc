@@ -8,7 +8,8 @@ namespace {
 constexpr CacheLayer layer(std::int32_t id) { return {0, LayerId(id)}; }
 
 TEST(Coverage, IsCompleteOnlyWhenEveryOwedByteHasLanded) {
-  auto coverage = Coverage::make({{Rank(0), layer(3), Bytes(100)}, {Rank(1), layer(3), Bytes(50)}, {Rank(1), layer(4), Bytes(8)}}).value();
+  auto coverage =
+      Coverage::make({{Rank(0), layer(3), Bytes(100)}, {Rank(1), layer(3), Bytes(50)}, {Rank(1), layer(4), Bytes(8)}}).value();
   EXPECT_EQ(coverage.expected(), Bytes(158));
   ASSERT_TRUE(coverage.landed(Rank(0), layer(3), Bytes(60)));
   EXPECT_FALSE(coverage.complete(layer(3)));

@@ -18,17 +18,20 @@ Expected<void> check_planes(const GroupSide& source, const GroupSide& target) {
   if (source.kind != target.kind)
     return fail(Code::unsupported, "group {}: one side keeps it in pages, the other as a state per request", target.name);
   if (source.heads != target.heads)
-    return fail(Code::unsupported, "group {}: prefill has {} heads, decode {}: they must be one model's", target.name, source.heads, target.heads);
+    return fail(Code::unsupported, "group {}: prefill has {} heads, decode {}: they must be one model's", target.name,
+                source.heads, target.heads);
   if (source.planes.size() != target.planes.size())
-    return fail(Code::unsupported, "group {}: prefill rows have {} planes, decode rows {}", target.name, source.planes.size(), target.planes.size());
+    return fail(Code::unsupported, "group {}: prefill rows have {} planes, decode rows {}", target.name, source.planes.size(),
+                target.planes.size());
   for (std::size_t i = 0; i < target.planes.size(); ++i) {
     const PlaneShape &from = source.planes[i], &to = target.planes[i];
     if (from.name != to.name || from.bytes != to.bytes)
-      return fail(Code::unsupported, "group {}: prefill rows hold {} of {} B where decode rows hold {} of {} B; use one KV dtype on both sides",
+      return fail(Code::unsupported,
+                  "group {}: prefill rows hold {} of {} B where decode rows hold {} of {} B; use one KV dtype on both sides",
                   target.name, from.name, from.bytes, to.name, to.bytes);
     if (from.element_bytes != to.element_bytes)
-      return fail(Code::unsupported, "group {} plane {}: elements of {} B in prefill, of {} B in decode", target.name, to.name, from.element_bytes,
-                  to.element_bytes);
+      return fail(Code::unsupported, "group {} plane {}: elements of {} B in prefill, of {} B in decode", target.name, to.name,
+                  from.element_bytes, to.element_bytes);
   }
   return {};
 }
@@ -42,7 +45,8 @@ Expected<void> check_layers(const GroupSide& source, const GroupSide& target) {
 
 Expected<void> check_size(const GroupSide& source, const GroupSide& target) {
   const auto tokens = static_cast<std::size_t>(source.tokens.parts) * static_cast<std::size_t>(target.tokens.parts);
-  const auto layers = source.layer_parts.size() * target.layer_parts.size(), heads = source.head_parts.size() * target.head_parts.size();
+  const auto layers = source.layer_parts.size() * target.layer_parts.size(),
+             heads = source.head_parts.size() * target.head_parts.size();
   if (std::max({tokens, layers, heads}) > kMaxMeetings)
     return fail(Code::unsupported, "group {}: {} parts meet on one axis, over the limit of {}: use fewer ranks", target.name,
                 std::max({tokens, layers, heads}), kMaxMeetings);
@@ -56,7 +60,9 @@ Expected<void> check_stripes(const GroupSide& source, const GroupSide& target) {
   const std::int64_t step = std::gcd(source.tokens.parts * source.tokens.stripe, target.tokens.parts * target.tokens.stripe);
   const std::int64_t families = 3 * (source.tokens.stripe + target.tokens.stripe) / step + 1;
   if (pairs > static_cast<std::int64_t>(3 * kMaxMeetings) / families)
-    return fail(Code::unsupported, "group {}: stripes of {} tokens over {} ranks and {} over {} meet in over {} families: use stripes of which one divides the other",
+    return fail(Code::unsupported,
+                "group {}: stripes of {} tokens over {} ranks and {} over {} meet in over {} families: use stripes of which one "
+                "divides the other",
                 target.name, source.tokens.stripe, source.tokens.parts, target.tokens.stripe, target.tokens.parts, kMaxMeetings);
   return {};
 }
@@ -64,7 +70,8 @@ Expected<void> check_stripes(const GroupSide& source, const GroupSide& target) {
 // A source part of layers, in the target's ordinals: both lists ascend, so an interval stays one.
 StridedSet in_target_ordinals(const GroupSide& source, const GroupSide& target, const StridedSet& part) {
   if (part.empty()) return {};
-  const LayerId first = source.layers[static_cast<std::size_t>(part.start())], last = source.layers[static_cast<std::size_t>(part.end() - 1)];
+  const LayerId first = source.layers[static_cast<std::size_t>(part.start())],
+                last = source.layers[static_cast<std::size_t>(part.end() - 1)];
   const auto at = [&](auto it) { return static_cast<std::int64_t>(it - target.layers.begin()); };
   return StridedSet::interval(at(std::lower_bound(target.layers.begin(), target.layers.end(), first)),
                               at(std::upper_bound(target.layers.begin(), target.layers.end(), last)));
@@ -124,7 +131,8 @@ void choose(const GroupPlan& plan, const Place& place, Senders& senders) {
   senders.shares.resize(targets.size());
   for (std::size_t t = 0; t < targets.size(); ++t) {
     const Place& to = targets[t];
-    if (!to.holds || !plan.layers.any(place.layers, to.layers) || !plan.heads.any(place.heads, to.heads) || !plan.tokens.any(place.tokens, to.tokens))
+    if (!to.holds || !plan.layers.any(place.layers, to.layers) || !plan.heads.any(place.heads, to.heads) ||
+        !plan.tokens.any(place.tokens, to.tokens))
       continue;
     senders.shares[t].consumer = senders.consumers++;
     classes[plan.layers.at(place.layers, to.layers).front().size()].push_back(t);
@@ -171,12 +179,14 @@ class Compiler {
   Expected<void> add_group(const GroupSide& target) {
     const GroupSide* source = plan_.source_->find(target.name);
     if (source == nullptr)
-      return fail(Code::unsupported, "decode has the cache group {}, prefill has not: say {}:none for decode, or give prefill that group", target.name,
-                  target.name);
+      return fail(Code::unsupported,
+                  "decode has the cache group {}, prefill has not: say {}:none for decode, or give prefill that group",
+                  target.name, target.name);
     for (auto check : {check_planes, check_layers, check_size, check_stripes})
       if (auto ok = check(*source, target); !ok) return ok;
     if ((source->tokens.needs_total() || target.tokens.needs_total()) && plan_.total_ == kUnbounded)
-      return fail(Code::unsupported, "group {}: zigzag and blocked cut the request's length: compile with the number of tokens", target.name);
+      return fail(Code::unsupported, "group {}: zigzag and blocked cut the request's length: compile with the number of tokens",
+                  target.name);
     GroupPlan group;
     group.source = source;
     group.target = &target;

@@ -102,8 +102,7 @@ class PathStory {
 
   std::string size() const {
     const std::int64_t layers = path_->layers.size();
-    std::string rate =
-        fmt::format("{} x {} B a {}", many(layers, "layer"), path_->row_bytes, state() ? "request" : "token");
+    std::string rate = fmt::format("{} x {} B a {}", many(layers, "layer"), path_->row_bytes, state() ? "request" : "token");
     if (range_.end == kUnbounded) return rate;
     const std::int64_t tokens = path_->token_count(range_);
     const auto row = checked_mul(layers, path_->row_bytes), bytes = row ? checked_mul(*row, tokens) : std::nullopt;
@@ -134,7 +133,8 @@ class PathStory {
     std::string out = fmt::format("prefill {} hold the same ({} replicas), decode {} is consumer {} of {}", list_text(replicas()),
                                   senders.replicas, target_.value, share.consumer, senders.consumers);
     if (share.step == 0)
-      return out + fmt::format(", served whole by replica {}: prefill {}", share.first, replicas()[static_cast<std::size_t>(share.first)]);
+      return out + fmt::format(", served whole by replica {}: prefill {}", share.first,
+                               replicas()[static_cast<std::size_t>(share.first)]);
     const StridedSet& all = group_.layers.at(from_.layers, to_.layers).front();
     const std::string mine = path_ ? fmt::format("{}", path_->layers.size()) : "none";
     return out +

@@ -1,6 +1,6 @@
 // laws.h: what is true of every plan, as checkers that any test may run on any plan.  Stage: compile.
-// Each holds the plan against the element-by-element oracle (plan/oracle.h), which shares nothing with compile.  An error says the first
-// element for which the law is broken.
+// Each holds the plan against the element-by-element oracle (plan/oracle.h), which shares nothing with compile.  An error says
+// the first element for which the law is broken.
 // total       every wanted element of every target rank is on exactly one path
 // faithful    what a path carries, its source rank holds and its target rank wants
 // in bounds   a path's layers, heads and tokens exist; its families ascend and are disjoint

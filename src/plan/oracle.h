@@ -1,7 +1,7 @@
-// oracle.h: the slow, obvious twin of plans and bindings.  Stage: compile.  Part of the sentence: "a cache layout is a function from a
-// coordinate (layer, token, head, plane byte) to a byte in a region of a rank", one coordinate at a time.
-// It reads the sharding words and answers by the formulas that the engines use; it knows no strided set, no meeting and no run, so that
-// it can be wrong only in ways of its own. The laws (plan/laws.h, bind/laws.h) hold what is fast against it.
+// oracle.h: the slow, obvious twin of plans and bindings.  Stage: compile.  Part of the sentence: "a cache layout is a function
+// from a coordinate (layer, token, head, plane byte) to a byte in a region of a rank", one coordinate at a time.
+// It reads the sharding words and answers by the formulas that the engines use; it knows no strided set, no meeting and no run,
+// so that it can be wrong only in ways of its own. The laws (plan/laws.h, bind/laws.h) hold what is fast against it.
 // Values only.  Layers are global ids, heads global, tokens positions in the request, planes in the order of the group's shape.
 #pragma once
 
@@ -31,8 +31,8 @@ class Oracle {
   std::int64_t count_tokens(std::size_t group, Rank rank, std::int64_t begin, std::int64_t end) const;
   bool by_value(std::size_t group) const { return facts_[group].by_value; }
 
-  // What a side that has [0, prefix) still needs when the request has come to `end` tokens is [first_wanted, end_wanted): windows and
-  // states of the group considered; empty if they cross.
+  // What a side that has [0, prefix) still needs when the request has come to `end` tokens is [first_wanted, end_wanted):
+  // windows and states of the group considered; empty if they cross.
   std::int64_t first_wanted(std::size_t group, std::int64_t prefix, std::int64_t end) const;
   std::int64_t end_wanted(std::size_t group, std::int64_t end) const;
 
@@ -48,7 +48,7 @@ class Oracle {
   std::int64_t address(std::size_t group, Rank rank, std::int64_t token, std::int64_t head, std::size_t plane, std::int64_t byte,
                        std::int64_t page) const;
 
-  // Ranks with equal signs hold the same layers, heads and tokens: they are replicas. Negative: the rank has nothing of the group.
+  // Ranks with equal signs hold the same layers, heads and tokens: they are replicas. Negative: the rank has nothing of it.
   std::int64_t sign(std::size_t group, Rank rank) const;
 
   // All bytes that the side's ranks want, replicas counted each.

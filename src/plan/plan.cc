@@ -17,7 +17,8 @@ namespace {
 
 std::size_t triple_of(const GroupSide& side, const Place& place) {
   const auto heads = static_cast<std::size_t>(side.head_parts.size()), tokens = static_cast<std::size_t>(side.tokens.parts);
-  return (static_cast<std::size_t>(place.layers) * heads + static_cast<std::size_t>(place.heads)) * tokens + static_cast<std::size_t>(place.tokens);
+  return (static_cast<std::size_t>(place.layers) * heads + static_cast<std::size_t>(place.heads)) * tokens +
+         static_cast<std::size_t>(place.tokens);
 }
 
 // x with a * x = 1 modulo m, by the extended Euclid.  @pre gcd(a, m) == 1
@@ -36,7 +37,8 @@ std::int64_t inverse(std::int64_t a, std::int64_t m) {
 // The layers of a consumer's that replica r sends: those l (from 0) with first + l * step = r modulo R.
 // Solved with one modular inverse: a path costs the same however many replicas there are.
 StridedSet dealt_layers(const StridedSet& layers, const Senders::Share& share, std::int64_t r, std::int64_t replicas) {
-  const std::int64_t n = layers.size(), g = std::gcd(std::int64_t{share.step}, replicas), step = replicas / g, ahead = r - share.first;
+  const std::int64_t n = layers.size(), g = std::gcd(std::int64_t{share.step}, replicas), step = replicas / g,
+                     ahead = r - share.first;
   if (ahead % g != 0) return {};
   const std::int64_t l = floor_mod(floor_mod(ahead / g, step) * inverse(share.step / g, step), step);
   if (l >= n) return {};
@@ -60,8 +62,13 @@ std::optional<Path> Plan::path(std::int32_t group, Rank source, Rank target) con
   if (!from.holds || !to.holds || !plan.layers.any(from.layers, to.layers) || !plan.heads.any(from.heads, to.heads) ||
       !plan.tokens.any(from.tokens, to.tokens))
     return std::nullopt;
-  Path path{source, target, group, plan.layers.at(from.layers, to.layers).front(), plan.heads.at(from.heads, to.heads).front(),
-            plan.tokens.at(from.tokens, to.tokens), 0};
+  Path path{source,
+            target,
+            group,
+            plan.layers.at(from.layers, to.layers).front(),
+            plan.heads.at(from.heads, to.heads).front(),
+            plan.tokens.at(from.tokens, to.tokens),
+            0};
   if (const Senders& senders = plan.senders_of(from); senders.replicas > 1) {
     const Senders::Share& share = senders.shares[static_cast<std::size_t>(target.value)];
     if (share.step == 0) {

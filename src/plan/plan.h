@@ -32,7 +32,9 @@ TokenRange wanted(const GroupSide& target, TokenRange range);
 class Meetings {
  public:
   Meetings() = default;
-  Meetings(std::size_t source_parts, std::size_t target_parts) : target_parts_(target_parts) { begins_.reserve(source_parts * target_parts + 1); }
+  Meetings(std::size_t source_parts, std::size_t target_parts) : target_parts_(target_parts) {
+    begins_.reserve(source_parts * target_parts + 1);
+  }
 
   std::span<const StridedSet> at(std::int32_t source, std::int32_t target) const {
     const std::size_t i = static_cast<std::size_t>(source) * target_parts_ + static_cast<std::size_t>(target);
@@ -52,15 +54,16 @@ class Meetings {
   std::vector<StridedSet> families_;
 };
 
-// Which of R replicas sends. Of the consumers of one source triple (its target ranks, in rank order) that take equally many layers, R at a
-// time are served whole, one by each replica. What is left over, m' < R consumers of each such class, is dealt out by layers: layer l of
-// left-over consumer j goes to replica (first + l * m') mod R, first = j + what the classes before were dealt. So the units (consumer,
-// layer) that are dealt go round the replicas one by one: replicas differ by one unit at the most, and with layers pushed one by one all
-// of them send at any time.
+// Which of R replicas sends. Of the consumers of one source triple (its target ranks, in rank order) that take equally many
+// layers, R at a time are served whole, one by each replica. What is left over, m' < R consumers of each such class, is dealt out
+// by layers: layer l of left-over consumer j goes to replica (first + l * m') mod R, first = j + what the classes before were
+// dealt. So the units (consumer, layer) that are dealt go round the replicas one by one: replicas differ by one unit at the most,
+// and with layers pushed one by one all of them send at any time.
 struct Senders {
   struct Share {
-    std::int32_t consumer = -1;         // how-manieth consumer the target rank is; -1: none
-    std::int32_t first = 0, step = 0;   // its layer l (from 0) comes from replica (first + l * step) mod replicas; step 0: served whole
+    std::int32_t consumer = -1;  // how-manieth consumer the target rank is; -1: none
+    std::int32_t first = 0,
+                 step = 0;  // its layer l (from 0) comes from replica (first + l * step) mod replicas; step 0: served whole
     friend bool operator==(const Share&, const Share&) = default;
   };
   std::int32_t replicas = 1;
@@ -73,10 +76,10 @@ struct Senders {
 struct GroupPlan {
   const GroupSide* source = nullptr;  // in the plan's own sides
   const GroupSide* target = nullptr;
-  Meetings layers;                    // ordinals of target->layers; one interval each
-  Meetings heads;                     // global heads; one interval each
-  Meetings tokens;                    // positions in the request
-  std::vector<Senders> senders;       // [source layer parts, source head parts, source token parts]
+  Meetings layers;               // ordinals of target->layers; one interval each
+  Meetings heads;                // global heads; one interval each
+  Meetings tokens;               // positions in the request
+  std::vector<Senders> senders;  // [source layer parts, source head parts, source token parts]
 
   const Senders& senders_of(const Place& source_place) const;
 };

@@ -30,7 +30,8 @@ class Box {
   void emit(std::vector<Run>& out) {
     Dim counted{1, 0, 0};
     if (size_ > 0) {
-      const auto longest = std::max_element(dims_.begin(), dims_.begin() + size_, [](const Dim& a, const Dim& b) { return a.n < b.n; });
+      const auto longest =
+          std::max_element(dims_.begin(), dims_.begin() + size_, [](const Dim& a, const Dim& b) { return a.n < b.n; });
       counted = *longest;
       remove(static_cast<std::size_t>(longest - dims_.begin()));
     }
@@ -66,8 +67,8 @@ class Box {
     --size_;
   }
   void put(std::vector<Run>& out, std::int64_t source, std::int64_t target, const Dim& counted) const {
-    out.push_back({Bytes(source_ + source), Bytes(target_ + target), Bytes(bytes_), counted.n, Bytes(counted.n > 1 ? counted.source : 0),
-                   Bytes(counted.n > 1 ? counted.target : 0)});
+    out.push_back({Bytes(source_ + source), Bytes(target_ + target), Bytes(bytes_), counted.n,
+                   Bytes(counted.n > 1 ? counted.source : 0), Bytes(counted.n > 1 ? counted.target : 0)});
   }
 
   std::int64_t source_, target_, bytes_;
@@ -76,14 +77,15 @@ class Box {
 };
 
 // Plane i of both sides with `bytes` from its neighbours joined in.
-void expand_plane(const PlaneLayout& from, const PlaneLayout& to, std::int64_t bytes, const HeadSlice& heads, const TokenPiece& piece,
-                  std::vector<Run>& out) {
+void expand_plane(const PlaneLayout& from, const PlaneLayout& to, std::int64_t bytes, const HeadSlice& heads,
+                  const TokenPiece& piece, std::vector<Run>& out) {
   const bool strided = from.content_stride != 0 || to.content_stride != 0;
   const std::int64_t element = from.element_bytes;
   Box box(from.offset + piece.source_slot * from.token_stride + heads.source_first * from.head_stride,
           to.offset + piece.target_slot * to.token_stride + heads.target_first * to.head_stride, strided ? element : bytes);
   if (strided)
-    box.add(bytes / element, from.content_stride != 0 ? from.content_stride : element, to.content_stride != 0 ? to.content_stride : element);
+    box.add(bytes / element, from.content_stride != 0 ? from.content_stride : element,
+            to.content_stride != 0 ? to.content_stride : element);
   box.add(piece.length, from.token_stride, to.token_stride);
   box.add(piece.count, piece.source_step * from.token_stride, piece.target_step * to.token_stride);
   box.add(heads.count, from.head_stride, to.head_stride);
@@ -93,13 +95,13 @@ void expand_plane(const PlaneLayout& from, const PlaneLayout& to, std::int64_t b
 
 // True where `next` begins at the end of the `bytes` that begin at `plane`, slot by slot and head by head.
 bool continues(const PlaneLayout& plane, std::int64_t bytes, const PlaneLayout& next) {
-  return next.offset == plane.offset + bytes && next.token_stride == plane.token_stride && next.head_stride == plane.head_stride &&
-         plane.content_stride == 0 && next.content_stride == 0;
+  return next.offset == plane.offset + bytes && next.token_stride == plane.token_stride &&
+         next.head_stride == plane.head_stride && plane.content_stride == 0 && next.content_stride == 0;
 }
 
 bool goes_on(const Run& a, const Run& b) {
-  return a.count == b.count && a.source_step == b.source_step && a.target_step == b.target_step && b.source_offset == a.source_offset + a.bytes &&
-         b.target_offset == a.target_offset + a.bytes;
+  return a.count == b.count && a.source_step == b.source_step && a.target_step == b.target_step &&
+         b.source_offset == a.source_offset + a.bytes && b.target_offset == a.target_offset + a.bytes;
 }
 
 // Joins runs of one page that touch on both sides: whole planes that follow each other.
@@ -108,8 +110,10 @@ void join_runs(std::vector<Run>& out, std::size_t first) {
             [](const Run& a, const Run& b) { return a.source_offset < b.source_offset; });
   std::size_t kept = first;
   for (std::size_t i = first + 1; i < out.size(); ++i) {
-    if (goes_on(out[kept], out[i])) out[kept].bytes += out[i].bytes;
-    else out[++kept] = out[i];
+    if (goes_on(out[kept], out[i]))
+      out[kept].bytes += out[i].bytes;
+    else
+      out[++kept] = out[i];
   }
   if (out.size() > first) out.resize(kept + 1);
   for (std::size_t i = first; i < out.size(); ++i) {
@@ -121,13 +125,15 @@ void join_runs(std::vector<Run>& out, std::size_t first) {
 
 }  // namespace
 
-void expand(const PageLayout& source, const PageLayout& target, const HeadSlice& heads, const TokenPiece& piece, std::vector<Run>& out) {
+void expand(const PageLayout& source, const PageLayout& target, const HeadSlice& heads, const TokenPiece& piece,
+            std::vector<Run>& out) {
   const std::size_t first = out.size();
   const auto &from = source.planes(), &to = target.planes();
   for (std::size_t i = 0; i < from.size();) {
     std::int64_t bytes = from[i].bytes;
     std::size_t next = i + 1;
-    for (; next < from.size() && continues(from[i], bytes, from[next]) && continues(to[i], bytes, to[next]); ++next) bytes += from[next].bytes;
+    for (; next < from.size() && continues(from[i], bytes, from[next]) && continues(to[i], bytes, to[next]); ++next)
+      bytes += from[next].bytes;
     expand_plane(from[i], to[i], bytes, heads, piece, out);
     i = next;
   }

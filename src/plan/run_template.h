@@ -30,6 +30,7 @@ struct HeadSlice {
 // Appends the piece's runs, sorted by source offset, offsets from the start of the page on each side.
 // @pre both layouts have the same planes (names and bytes); slots and heads within them
 // @post the pieces of the runs are exactly the bytes of (tokens of the piece) x (heads) x (planes), each once (check_template)
-void expand(const PageLayout& source, const PageLayout& target, const HeadSlice& heads, const TokenPiece& piece, std::vector<Run>& out);
+void expand(const PageLayout& source, const PageLayout& target, const HeadSlice& heads, const TokenPiece& piece,
+            std::vector<Run>& out);
 
 }  // namespace kvloom

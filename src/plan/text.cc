@@ -38,7 +38,8 @@ void append_senders(std::string& out, const GroupPlan& group) {
     for (std::size_t t = 0; t < senders.shares.size(); ++t)
       if (senders.shares[t].consumer >= 0) targets.push_back(static_cast<std::int32_t>(t));
     out += fmt::format("  senders {}.{}.{}: {} replicas, targets {}, {} of them whole, {} by layers\n", i / tokens / heads,
-                       i / tokens % heads, i % tokens, senders.replicas, list_text(targets), senders.whole, senders.consumers - senders.whole);
+                       i / tokens % heads, i % tokens, senders.replicas, list_text(targets), senders.whole,
+                       senders.consumers - senders.whole);
   }
 }
 

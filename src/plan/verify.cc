@@ -41,7 +41,8 @@ bool disjoint_segments(const std::vector<StridedSet>& parts) {
   for (const StridedSet& part : parts) {
     if (!part.bounded() || !part.flat()) return false;
     for (std::int64_t k = 0; k < part.count(); ++k)
-      segments.push_back(StridedSet::interval(part.start() + k * part.stride(), part.start() + k * part.stride() + part.length()));
+      segments.push_back(
+          StridedSet::interval(part.start() + k * part.stride(), part.start() + k * part.stride() + part.length()));
   }
   return disjoint_intervals(std::move(segments));
 }
@@ -65,8 +66,8 @@ Expected<Window> counting_window(const GroupPlan& plan, std::int64_t total) {
     if (part.period() == 0) continue;
     const auto joint = checked_mul(period / std::gcd(period, part.period()), part.period());
     if (!joint || *joint > kUnbounded / 4)
-      return fail(Code::unsupported, "group {}: the stripes of the two sides line up only every {} x {} tokens", plan.target->name, period,
-                  part.period());
+      return fail(Code::unsupported, "group {}: the stripes of the two sides line up only every {} x {} tokens",
+                  plan.target->name, period, part.period());
     period = *joint;
   }
   return Window{0, period};
@@ -83,11 +84,12 @@ Expected<void> check_axis(const GroupPlan& plan, const char* axis, const Meeting
                           const std::vector<StridedSet>& targets, Window window) {
   for (std::size_t t = 0; t < targets.size(); ++t) {
     std::int64_t met = 0;
-    for (std::int64_t s = 0; s < sources; ++s) met += count(meetings.at(static_cast<std::int32_t>(s), static_cast<std::int32_t>(t)), window);
+    for (std::int64_t s = 0; s < sources; ++s)
+      met += count(meetings.at(static_cast<std::int32_t>(s), static_cast<std::int32_t>(t)), window);
     const std::int64_t want = targets[t].count_in(window.begin, window.end);
     if (met != want)
-      return fail(Code::unsupported, "group {}: decode's part {} of the {} has {} members, of which prefill's parts hold {}", plan.target->name,
-                  to_string(targets[t]), axis, want, met);
+      return fail(Code::unsupported, "group {}: decode's part {} of the {} has {} members, of which prefill's parts hold {}",
+                  plan.target->name, to_string(targets[t]), axis, want, met);
   }
   return {};
 }
@@ -124,13 +126,15 @@ Expected<void> check_holders(const GroupPlan& plan) {
   };
   const auto layers = met(plan.layers, source.layer_parts.size(), target.layer_parts.size());
   const auto heads = met(plan.heads, source.head_parts.size(), target.head_parts.size());
-  const auto tokens = met(plan.tokens, static_cast<std::size_t>(source.tokens.parts), static_cast<std::size_t>(target.tokens.parts));
+  const auto tokens =
+      met(plan.tokens, static_cast<std::size_t>(source.tokens.parts), static_cast<std::size_t>(target.tokens.parts));
   for (const std::int32_t l : layers)
     for (const std::int32_t h : heads)
       for (const std::int32_t t : tokens)
         if (plan.senders_of({l, h, t, 0, true}).replicas < 1)
           return fail(Code::unsupported, "group {}: no prefill rank holds layers {} of heads {}, token part {}", target.name,
-                      to_string(source.layer_parts[static_cast<std::size_t>(l)]), to_string(source.head_parts[static_cast<std::size_t>(h)]), t);
+                      to_string(source.layer_parts[static_cast<std::size_t>(l)]),
+                      to_string(source.head_parts[static_cast<std::size_t>(h)]), t);
   return {};
 }
 
@@ -152,10 +156,12 @@ Expected<void> check_shares(const Plan& plan, std::int32_t group) {
     if (!choice) continue;
     for (std::int32_t s = 0; s < plan.source().ranks(); ++s) {
       const Place& from = g.source->places[static_cast<std::size_t>(s)];
-      if (!from.holds || g.senders_of(from).replicas < 2 || g.senders_of(from).shares[static_cast<std::size_t>(t)].consumer < 0) continue;
+      if (!from.holds || g.senders_of(from).replicas < 2 || g.senders_of(from).shares[static_cast<std::size_t>(t)].consumer < 0)
+        continue;
       const std::int64_t want = g.layers.at(from.layers, to.layers).front().size();
       const std::int64_t got = sent[static_cast<std::size_t>(&g.senders_of(from) - g.senders.data())];
-      if (got != want) return fail(Code::unsupported, "group {}: replicas send {} of {} layers to decode rank {}", g.target->name, got, want, t);
+      if (got != want)
+        return fail(Code::unsupported, "group {}: replicas send {} of {} layers to decode rank {}", g.target->name, got, want, t);
     }
   }
   return {};

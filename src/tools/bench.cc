@@ -36,10 +36,18 @@ std::string goal_text(const BenchRow& row) {
 }
 
 void print_rows(std::FILE* out, const std::vector<BenchRow>& rows) {
-  TextTable table({{"what", TextTable::Align::left}, {"value"}, {"unit", TextTable::Align::left}, {"goal"}, {"", TextTable::Align::left},
+  TextTable table({{"what", TextTable::Align::left},
+                   {"value"},
+                   {"unit", TextTable::Align::left},
+                   {"goal"},
+                   {"", TextTable::Align::left},
                    {"shape", TextTable::Align::left}});
   for (const BenchRow& row : rows)
-    table.add({row.name, number_text(row.value), row.unit, goal_text(row), row.goal == 0 ? "" : holds(row) ? "holds" : "short", row.shape});
+    table.add({row.name, number_text(row.value), row.unit, goal_text(row),
+               row.goal == 0 ? ""
+               : holds(row)  ? "holds"
+                             : "short",
+               row.shape});
   table.print(out);
 }
 
@@ -47,7 +55,8 @@ nlohmann::json rows_json(const std::vector<BenchRow>& rows) {
   nlohmann::json out = nlohmann::json::array();
   for (const BenchRow& row : rows) {
     nlohmann::json line = {{"name", row.name}, {"value", row.value}, {"unit", row.unit}, {"shape", row.shape}};
-    if (row.goal != 0) line.update({{"goal", row.goal}, {"goal_is", row.at_most ? "at_most" : "at_least"}, {"holds", holds(row)}});
+    if (row.goal != 0)
+      line.update({{"goal", row.goal}, {"goal_is", row.at_most ? "at_most" : "at_least"}, {"holds", holds(row)}});
     out.push_back(std::move(line));
   }
   return out;
@@ -68,8 +77,10 @@ Expected<std::vector<BenchRow>> copy_rows(int repeats, Bytes memory) {
   std::vector<BenchRow> rows;
   for (const CopyRow& row : *measured) {
     const bool anchor = row.way == CopyWay::contiguous;
-    rows.push_back({fmt::format("{}{}", to_string(row.way), anchor ? "" : fmt::format(", {} B", row.piece.value)), row.ratio, "of memcpy", goal_of(row), false,
-                    fmt::format("{} thread{}, {:.2f} GB/s, {} each side", row.threads, row.threads == 1 ? "" : "s", row.gb_per_s, bytes_text(memory))});
+    rows.push_back({fmt::format("{}{}", to_string(row.way), anchor ? "" : fmt::format(", {} B", row.piece.value)), row.ratio,
+                    "of memcpy", goal_of(row), false,
+                    fmt::format("{} thread{}, {:.2f} GB/s, {} each side", row.threads, row.threads == 1 ? "" : "s", row.gb_per_s,
+                                bytes_text(memory))});
   }
   return rows;
 }
@@ -86,8 +97,10 @@ Expected<ExitCode> bench(const BenchWords& words, const Context& context) {
     if (!copying) return tl::unexpected(copying.error());
     rows.insert(rows.end(), copying->begin(), copying->end());
   }
-  if (words.json) fmt::print(context.out, "{}\n", rows_json(rows).dump(2));
-  else print_rows(context.out, rows);
+  if (words.json)
+    fmt::print(context.out, "{}\n", rows_json(rows).dump(2));
+  else
+    print_rows(context.out, rows);
   return kFine;
 }
 

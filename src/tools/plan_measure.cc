@@ -62,11 +62,14 @@ class PlanBench {
 
   Expected<std::vector<BenchRow>> run() {
     for (const auto& ok :
-         {compile_of("compile 8 x 4", "cp=8:layers", "dcp=4", kUnbounded, 10), compile_of("compile 8 x 4, 1k tokens", "cp=8:layers", "dcp=4", 1000, 10),
-          compile_of("compile 8 x 4, 1M tokens", "cp=8:layers", "dcp=4", kMillion, 10), compile_of("compile 64 x 64", "cp=64:layers", "dcp=64", kUnbounded, 100),
+         {compile_of("compile 8 x 4", "cp=8:layers", "dcp=4", kUnbounded, 10),
+          compile_of("compile 8 x 4, 1k tokens", "cp=8:layers", "dcp=4", 1000, 10),
+          compile_of("compile 8 x 4, 1M tokens", "cp=8:layers", "dcp=4", kMillion, 10),
+          compile_of("compile 64 x 64", "cp=64:layers", "dcp=64", kUnbounded, 100),
           compile_of("compile 8 x 4, zigzag of 1M tokens", "cp=8:zigzag", "dcp=4", kMillion, 0),
-          compile_of("compile 64 x 64, tokens cut on both sides", "cp=64:interleave=64", "dcp=64:stripe=16", kUnbounded, 0), wire_of(),
-          bind_of("bind", "dcp=4", 2), bind_of("bind, stripe=1", "dcp=4:stripe=1", 0), bind_of("bind, pages of 64 to 16", "dcp=4,page=16", 0), checksum_of()})
+          compile_of("compile 64 x 64, tokens cut on both sides", "cp=64:interleave=64", "dcp=64:stripe=16", kUnbounded, 0),
+          wire_of(), bind_of("bind", "dcp=4", 2), bind_of("bind, stripe=1", "dcp=4:stripe=1", 0),
+          bind_of("bind, pages of 64 to 16", "dcp=4,page=16", 0), checksum_of()})
       if (!ok) return tl::unexpected(ok.error());
     return rows_;
   }
@@ -78,7 +81,8 @@ class PlanBench {
     if (!to) return tl::unexpected(to.error());
     if (auto once = compile(*from, *to, total); !once) return tl::unexpected(once.error());
     const double ns = time_of(repeats_, 20, [&] { std::ignore = compile(*from, *to, total); });
-    rows_.push_back({name, ns / 1000, "us", goal_us, true, fmt::format("{} -> {}, 4 groups, proof of exact cover included", prefill, decode)});
+    rows_.push_back({name, ns / 1000, "us", goal_us, true,
+                     fmt::format("{} -> {}, 4 groups, proof of exact cover included", prefill, decode)});
     return {};
   }
 
@@ -88,7 +92,8 @@ class PlanBench {
     if (!to) return tl::unexpected(to.error());
     const auto plan = compile(*from, *to);
     if (!plan) return tl::unexpected(plan.error());
-    rows_.push_back({"plan 8 x 4 on the wire", static_cast<double>(encode(*plan).size()), "B", 4096, true, "cp=8:layers -> dcp=4, 4 groups"});
+    rows_.push_back(
+        {"plan 8 x 4 on the wire", static_cast<double>(encode(*plan).size()), "B", 4096, true, "cp=8:layers -> dcp=4, 4 groups"});
     return {};
   }
 
@@ -110,7 +115,8 @@ class PlanBench {
     std::mt19937_64 random(1);
     std::vector<PageTable> sources, targets;
     for (std::int32_t s = 0; s < 8; ++s) sources.push_back(random_table(kMillion / 64 + 1, PageTable::Use::source, random));
-    for (std::int32_t t = 0; t < 4; ++t) targets.push_back(random_table(kMillion / 4 / page + 64, PageTable::Use::target, random));
+    for (std::int32_t t = 0; t < 4; ++t)
+      targets.push_back(random_table(kMillion / 4 / page + 64, PageTable::Use::target, random));
     std::vector<Run> runs(512);
     std::int64_t moved = 0, given = 0;
     const double ns = time_of(repeats_, 1, [&] {
@@ -118,15 +124,17 @@ class PlanBench {
       for (std::int32_t s = 0; s < 8; ++s)
         for (std::int32_t t = 0; t < 4; ++t) {
           const auto path = *plan->path(0, Rank(s), Rank(t));
-          auto bound = bind(*plan, path, sources[static_cast<std::size_t>(s)], targets[static_cast<std::size_t>(t)], {0, kMillion});
+          auto bound =
+              bind(*plan, path, sources[static_cast<std::size_t>(s)], targets[static_cast<std::size_t>(t)], {0, kMillion});
           moved += ceil_div(bound->bytes().value, page * 576);
           while (const std::size_t n = bound->next(runs)) given += static_cast<std::int64_t>(n);
         }
     });
     const double pages = static_cast<double>(moved);
     rows_.push_back({name, ns / pages, "ns a page of a path", goal_ns, true,
-                     fmt::format("1M tokens, random tables, 32 paths cp=8:layers -> {}: {} pages, {} runs, {:.0f} us; each serves its path's 9 or 10 layers", decode,
-                                 moved, given, ns / 1000)});
+                     fmt::format("1M tokens, random tables, 32 paths cp=8:layers -> {}: {} pages, {} runs, {:.0f} us; each "
+                                 "serves its path's 9 or 10 layers",
+                                 decode, moved, given, ns / 1000)});
     return {};
   }
 
@@ -138,13 +146,17 @@ class PlanBench {
     constexpr std::int64_t kPages = 7282;  // x 36,864 B
     std::mt19937_64 random(2);
     const PageTable table = random_table(kPages, PageTable::Use::source, random);
-    std::vector<std::byte> tensor(static_cast<std::size_t>(kPages * group.layout.page_stride()), std::byte{3}), copy(tensor.size());
+    std::vector<std::byte> tensor(static_cast<std::size_t>(kPages * group.layout.page_stride()), std::byte{3}),
+        copy(tensor.size());
     std::uint64_t sink = 0;
-    const double hash = time_of(repeats_, 1, [&] { sink += checksum(group, Rank(0), LayerId(0), tensor, table.pages(), 0, kPages * 64, kUnbounded).sum; });
+    const double hash = time_of(repeats_, 1, [&] {
+      sink += checksum(group, Rank(0), LayerId(0), tensor, table.pages(), 0, kPages * 64, kUnbounded).sum;
+    });
     const double move = time_of(repeats_, 1, [&] { std::memcpy(copy.data(), tensor.data(), tensor.size()); });
-    rows_.push_back({"checksum", static_cast<double>(tensor.size()) / hash, "GB/s", 0, false,
-                     fmt::format("576 B rows in pages in random order, 268 MB, 1 thread; memcpy of the same {:.2f} GB/s, sum {:x}", static_cast<double>(tensor.size()) / move,
-                                 sink & 0xff)});
+    rows_.push_back(
+        {"checksum", static_cast<double>(tensor.size()) / hash, "GB/s", 0, false,
+         fmt::format("576 B rows in pages in random order, 268 MB, 1 thread; memcpy of the same {:.2f} GB/s, sum {:x}",
+                     static_cast<double>(tensor.size()) / move, sink & 0xff)});
     return {};
   }
 

@@ -16,13 +16,17 @@ Expected<std::int64_t> tensor_bytes(const PageLayout& layout, std::int64_t pages
   for (const PlaneLayout& plane : layout.planes())
     if (plane.offset >= layout.page_stride()) apart = std::max(apart, plane.offset);
   const auto sum = body ? checked_add(*body, apart) : std::nullopt;
-  if (!sum || *sum > INT64_MAX - kAlign) return fail(Code::overflow, "a tensor of {} pages of {} B does not fit 63 bits", pages, layout.page_stride());
+  if (!sum || *sum > INT64_MAX - kAlign)
+    return fail(Code::overflow, "a tensor of {} pages of {} B does not fit 63 bits", pages, layout.page_stride());
   return *sum;
 }
 
-std::uint64_t owner_of(const RankCache& cache) { return static_cast<std::uint64_t>(cache.rank.value) * 2 + (cache.prefill ? 1 : 0); }
+std::uint64_t owner_of(const RankCache& cache) {
+  return static_cast<std::uint64_t>(cache.rank.value) * 2 + (cache.prefill ? 1 : 0);
+}
 
-void write_row(const PlaneLayout& plane, const RowCoordinate& row, std::int64_t at, std::span<std::byte> memory, std::vector<std::byte>& scratch) {
+void write_row(const PlaneLayout& plane, const RowCoordinate& row, std::int64_t at, std::span<std::byte> memory,
+               std::vector<std::byte>& scratch) {
   const auto size = static_cast<std::size_t>(plane.bytes);
   if (plane.content_stride == 0) return content_row(row, memory.subspan(static_cast<std::size_t>(at), size));
   scratch.resize(size);
@@ -55,16 +59,20 @@ Expected<TensorMap> TensorMap::make(const Plan& plan, bool prefill, Rank rank, c
 }
 
 const Tensor& TensorMap::find(std::int32_t group, LayerId layer) const {
-  return *std::lower_bound(tensors_.begin(), tensors_.end(), std::pair(group, layer),
-                           [](const Tensor& t, const std::pair<std::int32_t, LayerId>& key) { return std::pair(t.group, t.layer) < key; });
+  return *std::lower_bound(
+      tensors_.begin(), tensors_.end(), std::pair(group, layer),
+      [](const Tensor& t, const std::pair<std::int32_t, LayerId>& key) { return std::pair(t.group, t.layer) < key; });
 }
 
-std::int64_t write_rows(const RankCache& cache, const Tensor& tensor, std::int64_t begin, std::int64_t end, std::span<std::byte> memory) {
+std::int64_t write_rows(const RankCache& cache, const Tensor& tensor, std::int64_t begin, std::int64_t end,
+                        std::span<std::byte> memory) {
   const GroupSide& side = cache.side(tensor.group);
   const Place& place = side.places[static_cast<std::size_t>(cache.rank.value)];
-  const StridedSet own = side.tokens.part(place.tokens, cache.total), &heads = side.head_parts[static_cast<std::size_t>(place.heads)];
+  const StridedSet own = side.tokens.part(place.tokens, cache.total),
+                   &heads = side.head_parts[static_cast<std::size_t>(place.heads)];
   const auto table = cache.table(tensor.group);
-  const std::int64_t page_tokens = side.layout.page_tokens(), parts = side.tokens.rule == TokenRule::value ? side.tokens.parts : 0;
+  const std::int64_t page_tokens = side.layout.page_tokens(),
+                     parts = side.tokens.rule == TokenRule::value ? side.tokens.parts : 0;
   std::vector<std::byte> scratch;
   std::int64_t written = 0;
   for (std::int64_t token = std::max<std::int64_t>(begin, 0), position = own.count_below(token); token < end; ++token) {
@@ -87,7 +95,8 @@ std::int64_t write_rows(const RankCache& cache, const Tensor& tensor, std::int64
 
 void fill_canary(const RankCache& cache, const TensorMap& map, std::span<std::byte> region) {
   for (const Tensor& tensor : map.tensors())
-    canary(owner_of(cache), tensor.offset, region.subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)));
+    canary(owner_of(cache), tensor.offset,
+           region.subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)));
 }
 
 CheckResult check_memory(const RankCache& cache, const TensorMap& map, TokenRange range, std::span<const std::byte> region) {

@@ -13,7 +13,8 @@ namespace kvloom {
 
 Expected<std::pair<Channel, Channel>> Channel::make() {
   int fds[2];
-  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) != 0) return fail(Code::io, "socketpair: {}", std::strerror(errno));
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) != 0)
+    return fail(Code::io, "socketpair: {}", std::strerror(errno));
   for (const int fd : fds) {
     const int bytes = 1 << 20;  // a message lists all peers
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
@@ -70,7 +71,8 @@ std::string to_hex(std::span<const std::byte> bytes) {
 
 std::vector<std::byte> from_hex(const std::string& text) {
   std::vector<std::byte> bytes;
-  for (std::size_t i = 0; i + 1 < text.size(); i += 2) bytes.push_back(static_cast<std::byte>(std::stoi(text.substr(i, 2), nullptr, 16)));
+  for (std::size_t i = 0; i + 1 < text.size(); i += 2)
+    bytes.push_back(static_cast<std::byte>(std::stoi(text.substr(i, 2), nullptr, 16)));
   return bytes;
 }
 

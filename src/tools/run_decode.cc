@@ -28,12 +28,18 @@ class DecodeRank : public RankProcess {
       if (!message) return tl::unexpected(message.error());
       const std::string say = (*message)["say"];
       Expected<nlohmann::json> answer;
-      if (say == "peers") answer = await_sources();
-      else if (say == "go") answer = land((*message)["stage"]);
-      else if (say == "check") answer = check();
-      else if (say == "refill") answer = refill();
-      else if (say == "copy") answer = copy((*message)["pages"]);
-      else return {};  // quit
+      if (say == "peers")
+        answer = await_sources();
+      else if (say == "go")
+        answer = land((*message)["stage"]);
+      else if (say == "check")
+        answer = check();
+      else if (say == "refill")
+        answer = refill();
+      else if (say == "copy")
+        answer = copy((*message)["pages"]);
+      else
+        return {};  // quit
       if (!answer) return tl::unexpected(answer.error());
       if (auto ok = parent_.send(*answer); !ok) return ok;
     }
@@ -91,7 +97,8 @@ class DecodeRank : public RankProcess {
         const auto path = scheme.plan.path(g, Rank(s), rank_);
         if (!path) continue;
         const auto group = static_cast<std::size_t>(g);
-        const auto bound = bind(scheme.plan, *path, scheme.tables.prefill[group].of(Rank(s)), scheme.tables.decode[group].of(rank_), job_.range());
+        const auto bound = bind(scheme.plan, *path, scheme.tables.prefill[group].of(Rank(s)),
+                                scheme.tables.decode[group].of(rank_), job_.range());
         if (!bound) return tl::unexpected(bound.error());
         for (const LayerId layer : scheme.plan.layer_ids(*path)) all.push_back({Rank(s), {g, layer}, bound->bytes()});
       }
@@ -110,12 +117,14 @@ class DecodeRank : public RankProcess {
       }
       if (now_ns() - said < kProgressNs) continue;
       said = now_ns();
-      if (auto ok = parent_.send({{"say", "progress"}, {"bytes", coverage->covered().value}}); !ok) return tl::unexpected(ok.error());
+      if (auto ok = parent_.send({{"say", "progress"}, {"bytes", coverage->covered().value}}); !ok)
+        return tl::unexpected(ok.error());
     }
     const std::int64_t landed_at = now_ns();
     if (stage == kNaiveStage)
       if (auto ok = keep_own_part(); !ok) return tl::unexpected(ok.error());
-    return nlohmann::json{{"say", "landed"}, {"bytes", coverage->covered().value}, {"landed_at", landed_at}, {"done_at", now_ns()}};
+    return nlohmann::json{
+        {"say", "landed"}, {"bytes", coverage->covered().value}, {"landed_at", landed_at}, {"done_at", now_ns()}};
   }
 
   static Expected<void> take_notice(const Notice& notice, int stage, Coverage& coverage) {
@@ -136,7 +145,8 @@ class DecodeRank : public RankProcess {
       const auto path = keep.plan.path(g, Rank(0), rank_);
       if (!path) continue;
       const auto group = static_cast<std::size_t>(g);
-      auto bound = bind(keep.plan, *path, keep.tables.prefill[group].of(Rank(0)), keep.tables.decode[group].of(rank_), job_.range());
+      auto bound =
+          bind(keep.plan, *path, keep.tables.prefill[group].of(Rank(0)), keep.tables.decode[group].of(rank_), job_.range());
       if (!bound) return tl::unexpected(bound.error());
       for (const LayerId layer : keep.plan.layer_ids(*path)) {
         bound->rewind();
@@ -163,10 +173,12 @@ class DecodeRank : public RankProcess {
       const GroupSide& side = cache().side(tensor.group);
       if (side.places[static_cast<std::size_t>(rank_.value)].replica != 0) continue;
       const TokenRange range = wanted(side, job_.range());
-      sum += checksum(side, rank_, tensor.layer, region_.memory().subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)),
+      sum += checksum(side, rank_, tensor.layer,
+                      region_.memory().subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)),
                       cache().table(tensor.group), range.begin, range.end, job_.tokens);
     }
-    return nlohmann::json{{"say", "checked"}, {"wanted", result.wanted}, {"wrong", result.wrong}, {"sum", sum.sum}, {"rows", sum.rows}};
+    return nlohmann::json{
+        {"say", "checked"}, {"wanted", result.wanted}, {"wrong", result.wrong}, {"sum", sum.sum}, {"rows", sum.rows}};
   }
 
   Expected<nlohmann::json> refill() {
@@ -198,7 +210,8 @@ class DecodeRank : public RankProcess {
       const std::int64_t parts = side.tokens.rule == TokenRule::value ? side.tokens.parts : 1;
       for (const PageId page : table) {
         const std::int64_t to = page.value / parts, source = static_cast<std::int64_t>(random()) % pages;
-        std::memcpy(region_.base() + tensor.offset + to * stride, scratch_.data() + tensor.offset + source * stride, static_cast<std::size_t>(stride));
+        std::memcpy(region_.base() + tensor.offset + to * stride, scratch_.data() + tensor.offset + source * stride,
+                    static_cast<std::size_t>(stride));
         bytes += stride;
       }
     }

@@ -36,7 +36,8 @@ Expected<NaiveScheme> make_naive(const Job& job, const Scheme& loom) {
   if (!staging) return tl::unexpected(staging.error());
   auto own = identity_tables(*keep, *job.tokens);
   if (!own) return tl::unexpected(own.error());
-  return NaiveScheme{{std::move(*send), {loom.tables.prefill, staging->decode}}, {std::move(*keep), {own->prefill, loom.tables.decode}}};
+  return NaiveScheme{{std::move(*send), {loom.tables.prefill, staging->decode}},
+                     {std::move(*keep), {own->prefill, loom.tables.decode}}};
 }
 
 Expected<std::int64_t> side_memory(const Scheme& scheme, bool prefill) {
@@ -89,8 +90,8 @@ Expected<RunJob> make_run_job(const Job& job, const std::string& tables, bool na
   if (!needed) return tl::unexpected(needed.error());
   const auto usable = read_memory().usable();
   if (usable && *needed > *usable / 10 * 9)
-    return fail(Code::exhausted, "the ranks need {} of memory together, of which {} are free: use fewer --tokens{}", bytes_text(Bytes(*needed)),
-                bytes_text(Bytes(*usable)), naive ? ", or --no-naive" : "");
+    return fail(Code::exhausted, "the ranks need {} of memory together, of which {} are free: use fewer --tokens{}",
+                bytes_text(Bytes(*needed)), bytes_text(Bytes(*usable)), naive ? ", or --no-naive" : "");
   return out;
 }
 

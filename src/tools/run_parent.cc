@@ -55,7 +55,8 @@ struct Child {
 
 class Family {
  public:
-  Family(const RunJob& job, std::chrono::seconds patience, const Progress& progress) : job_(job), patience_(patience), progress_(progress) {}
+  Family(const RunJob& job, std::chrono::seconds patience, const Progress& progress)
+      : job_(job), patience_(patience), progress_(progress) {}
   Family(const Family&) = delete;
   Family& operator=(const Family&) = delete;
   ~Family() {
@@ -99,7 +100,8 @@ class Family {
     if (!pair) return tl::unexpected(pair.error());
     std::fflush(nullptr);  // or the child would write our buffers again
     const pid_t parent = getpid(), pid = ::fork();
-    if (pid < 0) return fail(Code::exhausted, "can't start process {} of the run: {}", children_.size() + 1, std::strerror(errno));
+    if (pid < 0)
+      return fail(Code::exhausted, "can't start process {} of the run: {}", children_.size() + 1, std::strerror(errno));
     if (pid == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
       if (getppid() != parent) _exit(1);
@@ -164,7 +166,8 @@ class Family {
       std::vector<pollfd> fds;
       for (const Child& child : children_) fds.push_back({child.channel.fd(), POLLIN, 0});
       const int ready = ::poll(fds.data(), fds.size(), 200);
-      if (stop_signal != 0) return fail(Code::cancelled, "stopped by signal {}; all ranks are ended", static_cast<int>(stop_signal));
+      if (stop_signal != 0)
+        return fail(Code::cancelled, "stopped by signal {}; all ranks are ended", static_cast<int>(stop_signal));
       if (ready > 0) heard = now_ns();
       if (now_ns() - heard > std::chrono::nanoseconds(patience_).count()) return silent(from, answers);
       for (std::size_t i = 0; i < fds.size(); ++i) {

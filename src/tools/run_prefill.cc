@@ -48,11 +48,16 @@ class PrefillRank : public RankProcess {
       if (!message) return tl::unexpected(message.error());
       const std::string say = (*message)["say"];
       Expected<nlohmann::json> answer;
-      if (say == "peers") answer = connect((*message)["targets"]);
-      else if (say == "meet") answer = meet();
-      else if (say == "go") answer = push((*message)["stage"]);
-      else if (say == "sum") answer = sum();
-      else return {};  // quit
+      if (say == "peers")
+        answer = connect((*message)["targets"]);
+      else if (say == "meet")
+        answer = meet();
+      else if (say == "go")
+        answer = push((*message)["stage"]);
+      else if (say == "sum")
+        answer = sum();
+      else
+        return {};  // quit
       if (!answer) return tl::unexpected(answer.error());
       if (auto ok = parent_.send(*answer); !ok) return ok;
     }
@@ -154,7 +159,8 @@ class PrefillRank : public RankProcess {
         const auto path = scheme.plan.path(g, rank_, targets_[i].rank);
         if (!path) continue;
         const auto group = static_cast<std::size_t>(g);
-        auto bound = bind(scheme.plan, *path, scheme.tables.prefill[group].of(rank_), scheme.tables.decode[group].of(targets_[i].rank), job_.range());
+        auto bound = bind(scheme.plan, *path, scheme.tables.prefill[group].of(rank_),
+                          scheme.tables.decode[group].of(targets_[i].rank), job_.range());
         if (!bound) return tl::unexpected(bound.error());
         if (bound->bytes() > Bytes(0)) out.push_back({i, g, scheme.plan.layer_ids(*path), std::move(*bound)});
       }
@@ -226,7 +232,8 @@ class PrefillRank : public RankProcess {
       if (side.places[static_cast<std::size_t>(rank_.value)].replica != 0) continue;
       if (!std::binary_search(target.layers.begin(), target.layers.end(), tensor.layer)) continue;
       const TokenRange range = wanted(target, job_.range());
-      all += checksum(side, rank_, tensor.layer, memory(tensor), cache().table(tensor.group), range.begin, range.end, job_.tokens);
+      all +=
+          checksum(side, rank_, tensor.layer, memory(tensor), cache().table(tensor.group), range.begin, range.end, job_.tokens);
     }
     return nlohmann::json{{"say", "sum"}, {"sum", all.sum}, {"rows", all.rows}};
   }

@@ -125,7 +125,7 @@ class Child {
 };
 
 // Waits for `done` as long as is fair for noticing a death.
-bool drive_soon(Side& side, const std::function<bool()>& done) {
+bool drive_soon(Party& side, const std::function<bool()>& done) {
   const auto deadline = Clock::now() + kNoticed;
   while (!done()) {
     if (Clock::now() > deadline) return false;
@@ -163,7 +163,7 @@ struct Source {
   PostId write(const Runs& runs) { return side.transport->write({from.id(), remote, kTag, runs}); }
 
   std::unique_ptr<ConformanceWorld> world;
-  Side side;
+  Party side;
   PeerId target;
   Region from;
   RemoteRegion remote;
@@ -197,7 +197,7 @@ struct Target {
 
   std::unique_ptr<ConformanceWorld> world;
   std::vector<std::byte> memory;
-  Side side;
+  Party side;
   Region to;
 };
 

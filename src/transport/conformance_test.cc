@@ -22,7 +22,7 @@ std::vector<std::byte> bytes_of(std::string_view text) {
   return out;
 }
 
-const Completed* Side::completed(PostId post) const {
+const Completed* Party::completed(PostId post) const {
   for (const Event& event : events) {
     const auto* done = std::get_if<Completed>(&event);
     if (done != nullptr && done->post == post) return done;
@@ -30,17 +30,17 @@ const Completed* Side::completed(PostId post) const {
   return nullptr;
 }
 
-std::string Side::text() const {
+std::string Party::text() const {
   std::string out;
   for (const Event& event : events) out += to_string(event) + "\n";
   return out;
 }
 
-bool drive(std::vector<Side*> sides, const std::function<bool()>& done) {
+bool drive(std::vector<Party*> sides, const std::function<bool()>& done) {
   const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
   while (!done()) {
     if (std::chrono::steady_clock::now() > deadline) return false;
-    for (Side* side : sides) side->poll();
+    for (Party* side : sides) side->poll();
   }
   return true;
 }
@@ -85,9 +85,9 @@ std::vector<std::byte> ConformancePair::after(std::span<const Run> runs) const {
   return out;
 }
 
-Side TransportConformance::side(std::string_view hello) { return {world_->endpoint(bytes_of(hello)), {}}; }
+Party TransportConformance::side(std::string_view hello) { return {world_->endpoint(bytes_of(hello)), {}}; }
 
-std::pair<PeerId, PeerId> TransportConformance::connect(Side& a, Side& b) {
+std::pair<PeerId, PeerId> TransportConformance::connect(Party& a, Party& b) {
   const std::size_t before = b.count<PeerUp>();
   const auto id = a.transport->connect(b.transport->address());
   EXPECT_TRUE(id.has_value()) << to_string(id.error());
@@ -141,7 +141,7 @@ struct Bad {
 };
 
 TEST_P(TransportConformance, SaysWhatItCanDo) {
-  const Side s = side();
+  const Party s = side();
   const Abilities has = s.transport->abilities();
   const Abilities& wants = GetParam().abilities;
   EXPECT_EQ(has.name, wants.name);
@@ -157,8 +157,8 @@ TEST_P(TransportConformance, SaysWhatItCanDo) {
 }
 
 TEST_P(TransportConformance, TellsBothSidesWhoTheOtherIs) {
-  Side a = side("prefill 3");
-  Side b = side("decode 1");
+  Party a = side("prefill 3");
+  Party b = side("decode 1");
   const auto [to_b, to_a] = connect(a, b);
   ASSERT_EQ(a.count<PeerUp>(), 1u);
   ASSERT_EQ(b.count<PeerUp>(), 1u);
@@ -169,8 +169,8 @@ TEST_P(TransportConformance, TellsBothSidesWhoTheOtherIs) {
 }
 
 TEST_P(TransportConformance, RefusesToConnectToNobody) {
-  Side a = side();
-  Side gone = side();
+  Party a = side();
+  Party gone = side();
   const std::string address = gone.transport->address();
   gone.transport.reset();
   EXPECT_EQ(a.transport->connect(address).error().code, Code::unavailable);
@@ -526,11 +526,11 @@ TEST_P(TransportConformance, BothDirectionsAtOnceDoNotBlockEachOther) {
 TEST_P(TransportConformance, ServesManyPeers) {
   constexpr std::size_t kPeers = 20;
   constexpr std::int64_t kShare = 64 << 10;
-  Side target = side();
+  Party target = side();
   Region to = *target.transport->allocate(Bytes(kPeers * kShare));
-  std::vector<Side> sources(kPeers);
+  std::vector<Party> sources(kPeers);
   std::vector<Region> from(kPeers);
-  std::vector<Side*> all{&target};
+  std::vector<Party*> all{&target};
   const auto runs = pages(kShare / 1024, 1024, 12);
   std::vector<Runs> shifted(kPeers, runs);
   for (std::size_t i = 0; i < kPeers; ++i) {
@@ -545,7 +545,7 @@ TEST_P(TransportConformance, ServesManyPeers) {
     sources[i].transport->write({from[i].id(), *remote, kTag, shifted[i]});
   }
   ASSERT_TRUE(drive(
-      all, [&] { return std::all_of(sources.begin(), sources.end(), [](const Side& s) { return s.count<Completed>() == 1; }); }));
+      all, [&] { return std::all_of(sources.begin(), sources.end(), [](const Party& s) { return s.count<Completed>() == 1; }); }));
   std::vector<std::byte> want(kPeers * kShare);
   for (std::size_t i = 0; i < kPeers; ++i) {
     EXPECT_TRUE(sources[i].all<Completed>()[0].delivered);
@@ -556,7 +556,7 @@ TEST_P(TransportConformance, ServesManyPeers) {
 
 TEST_P(TransportConformance, OnePeersEndIsNotTheOthers) {
   auto p = pair();
-  Side other = side();
+  Party other = side();
   connect(other, p->target);
   other.transport.reset();
   const auto runs = pages(16, 4096, 13);

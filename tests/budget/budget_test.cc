@@ -46,7 +46,8 @@ struct Taken {
 };
 
 Taken take(const Plan& plan, std::int64_t tokens) {
-  const auto source = table_of(tokens / 64 + 1, PageTable::Use::source), target = table_of(tokens / 64 + 1, PageTable::Use::target);
+  const auto source = table_of(tokens / 64 + 1, PageTable::Use::source),
+             target = table_of(tokens / 64 + 1, PageTable::Use::target);
   const auto path = *plan.path(0, Rank(3), Rank(1));
   std::vector<Run> runs(256);
   Taken taken;
@@ -71,7 +72,8 @@ TEST(Budget, BindTakesTheSameMemoryForAThousandTokensAndForAMillion) {
 }
 
 TEST(Budget, CompileTakesTheSameMemoryForEveryLength) {
-  const auto prefill = std::make_shared<const Side>(side_of("cp=8:zigzag")), decode = std::make_shared<const Side>(side_of("dcp=4"));
+  const auto prefill = std::make_shared<const Side>(side_of("cp=8:zigzag")),
+             decode = std::make_shared<const Side>(side_of("dcp=4"));
   const auto bytes = [&](std::int64_t tokens) {
     const std::int64_t before = allocated_bytes;
     const auto plan = compile(prefill, decode, tokens);

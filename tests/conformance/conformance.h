@@ -41,7 +41,7 @@ inline constexpr std::chrono::seconds kTestDeadline{20};
 std::vector<std::byte> bytes_of(std::string_view text);
 
 // An endpoint and what its polls told.
-struct Side {
+struct Party {
   std::unique_ptr<Transport> transport;
   std::vector<Event> events;
 
@@ -65,7 +65,7 @@ struct Side {
 };
 
 // Polls the sides until `done`, or the deadline. False if it never was.
-bool drive(std::vector<Side*> sides, const std::function<bool()>& done);
+bool drive(std::vector<Party*> sides, const std::function<bool()>& done);
 
 // Runs as the interface has them, carried out piece by piece: the slow twin.
 void copy_slowly(std::span<std::byte> target, std::span<const std::byte> source, std::span<const Run> runs);
@@ -80,8 +80,8 @@ inline constexpr Tag kTag{77};
 
 // A source and a target that know each other: the target's memory is lent, filled and known by its key, kTag is admitted.
 struct ConformancePair {
-  Side source;
-  Side target;
+  Party source;
+  Party target;
   PeerId to_target;  // the target, as the source knows it
   PeerId to_source;
   std::vector<std::byte> memory;  // the target's
@@ -100,9 +100,9 @@ struct ConformancePair {
 class TransportConformance : public testing::TestWithParam<ConformanceCase> {
  protected:
   void SetUp() override { world_ = GetParam().world(); }
-  Side side(std::string_view hello = "");
+  Party side(std::string_view hello = "");
   // Connects a to b; their ids of each other, b's at a first.
-  std::pair<PeerId, PeerId> connect(Side& a, Side& b);
+  std::pair<PeerId, PeerId> connect(Party& a, Party& b);
   std::unique_ptr<ConformancePair> pair(Bytes source = Bytes(1 << 20), Bytes target = Bytes(1 << 20));
 
   std::unique_ptr<ConformanceWorld> world_;

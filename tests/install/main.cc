@@ -11,7 +11,8 @@ namespace {
 
 using namespace kvloom;
 
-constexpr const char* kConfig = R"({"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "dtype": "bfloat16"})";
+constexpr const char* kConfig =
+    R"({"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "dtype": "bfloat16"})";
 constexpr std::int64_t kTokens = 100, kPrefix = 10, kPages = 16;
 
 // The byte of (layer, token, plane, byte): what every rank must hold, wherever.
@@ -57,15 +58,19 @@ Expected<std::int64_t> move_and_check() {
       for (const Path& path : plan->paths()) {
         if (path.target != Rank(d) || !path.layers.contains(layer)) continue;
         std::vector<char> prefill_tensor(static_cast<std::size_t>(kPages * from.layout.page_stride()), 0);
-        rows(from, path.source, sources, [&](auto token, auto p, auto x, auto at) { prefill_tensor[static_cast<std::size_t>(at)] = content(layer, token, p, x); });
+        rows(from, path.source, sources, [&](auto token, auto p, auto x, auto at) {
+          prefill_tensor[static_cast<std::size_t>(at)] = content(layer, token, p, x);
+        });
         auto bound = bind(*plan, path, sources, targets, {kPrefix, kTokens});
         if (!bound) return tl::unexpected(bound.error());
         std::vector<Run> runs(16);
         while (const std::size_t n = bound->next(runs))
           for (std::size_t i = 0; i < n; ++i)
             for (std::int64_t k = 0; k < runs[i].count; ++k) {
-              const Bytes s = runs[i].source_offset + runs[i].source_step * k, t = runs[i].target_offset + runs[i].target_step * k;
-              std::memcpy(decode_tensor.data() + t.value, prefill_tensor.data() + s.value, static_cast<std::size_t>(runs[i].bytes.value));
+              const Bytes s = runs[i].source_offset + runs[i].source_step * k,
+                          t = runs[i].target_offset + runs[i].target_step * k;
+              std::memcpy(decode_tensor.data() + t.value, prefill_tensor.data() + s.value,
+                          static_cast<std::size_t>(runs[i].bytes.value));
               moved += runs[i].bytes.value;
             }
       }

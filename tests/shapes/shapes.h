@@ -1,4 +1,4 @@
-// shapes.h: small models and sharding words that the laws are checked on.  Rows are a few bytes, so that every byte can be looked at.
+// shapes.h: small models and sharding words that the laws are checked on.  Rows are a few bytes: every byte can be looked at.
 #pragma once
 
 #include <gtest/gtest.h>

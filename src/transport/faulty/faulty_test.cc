@@ -70,8 +70,8 @@ struct Couple {
   }
 
   LoopbackWorld world;
-  Side source;
-  Side target;
+  Party source;
+  Party target;
   PeerId to_target;
   PeerId to_source;
   Region from;

@@ -39,8 +39,8 @@ struct Couple {
     remote = *source.transport->import_region(to_target, *target.transport->export_region(to.id()));
     (void)target.transport->admit(to_source, Tag(1));
   }
-  Side source;
-  Side target;
+  Party source;
+  Party target;
   PeerId to_target;
   PeerId to_source;
   Region from;

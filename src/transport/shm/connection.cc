@@ -96,7 +96,7 @@ bool Connection::turn(Bytes& budget) {
     close(any.error());
     return true;
   }
-  if (*any) ring_bell();
+  if (*any && (pumped_ || incoming_.has_news())) ring_bell();
   return *any;
 }
 
@@ -105,6 +105,7 @@ Expected<bool> Connection::try_turn(Bytes& budget) {
   if (!collected) return collected;
   auto pumped = outgoing_.pump(socket_);
   if (!pumped) return pumped;
+  pumped_ = *pumped;
   auto consumed = incoming_.consume(budget);
   if (consumed && incoming_.missing()) {
     const RegionId missing = *incoming_.missing();
@@ -132,12 +133,20 @@ void Connection::ring_bell() {
   rung_ = sleeping;
 }
 
+bool Connection::underway() const {
+  return state_ == State::up && (outgoing_.underway() || incoming_.underway()) && inbox_.header().closed.load() == 0;
+}
+
+bool Connection::has_work() const {
+  const auto work = outgoing_.has_work();
+  return !work || *work || incoming_.has_work();
+}
+
 bool Connection::sleep() {
   if (state_ != State::up) return true;  // what comes next comes over the socket
   auto& sleeping = outbox_.header().sleeping;
   if (sleeping.load(std::memory_order_relaxed) % 2 == 0) sleeping.fetch_add(1);
-  const auto work = outgoing_.has_work();
-  return work && !*work && !incoming_.has_work();
+  return !has_work();
 }
 
 void Connection::wake() {

@@ -46,6 +46,10 @@ class Connection {
   bool turn(Bytes& budget);  // takes answers, puts operations, consumes the peer's; true if it did anything
   void pump();               // puts operations
 
+  // An operation is part of the way through, in either direction: more will come in a moment.
+  bool underway() const;
+  bool has_work() const;  // @pre up
+
   // Asleep, the peer rings a bell with the next thing that it does.  sleep is false if there is something to do now.
   bool sleep();
   void wake();
@@ -72,6 +76,7 @@ class Connection {
   OutboxView inbox_;
   Outgoing outgoing_;
   Incoming incoming_;
+  bool pumped_ = false;     // by the last turn
   std::uint32_t rung_ = 0;  // the peer's sleep that we rang for
 };
 

@@ -79,6 +79,11 @@ Expected<bool> Incoming::consume(Bytes& budget) {
   return resumed || taken_ != before;
 }
 
+bool Incoming::has_news() {
+  const bool answers = std::exchange(told_, answered_) != answered_;
+  return answers || theirs_.header().produced.load() - taken_ <= theirs_.shape().slots / 2;
+}
+
 // Between two calls the owner may have revoked the tag or taken its region away, and the peer its memory.
 Expected<void> Incoming::recheck() {
   if (!current_ || current_->refused) return {};

@@ -49,6 +49,11 @@ class Incoming {
   // The next operation reads memory that was not offered yet: the offer is in the socket, or else the peer broke the protocol.
   std::optional<RegionId> missing() const { return missing_; }
 
+  // The peer, asleep, would like to hear: it has answers to take, or room for more.
+  bool has_news();
+  // An operation is part of the way out of the ring.
+  bool underway() const { return current_.has_value(); }
+
   bool has_work() const { return partial_ || theirs_.header().produced.load() != taken_; }
 
  private:
@@ -89,6 +94,7 @@ class Incoming {
   std::uint64_t taken_ = 0;     // slots
   std::uint64_t accepted_ = 0;  // operations
   std::uint64_t answered_ = 0;  // operations
+  std::uint64_t told_ = 0;      // of them, when has_news was asked last
   std::optional<Current> current_;
   struct Partial {
     CopyJob job;

@@ -159,7 +159,7 @@ Expected<bool> Outgoing::has_work() const {
   if (put_ - collected_ >= open_.size() || put_ - collected_ >= ours_.shape().answers) return false;
   const auto left = room();
   if (!left) return tl::unexpected(left.error());
-  return *left > 0;
+  return *left >= ours_.shape().slots / 2;
 }
 
 void Outgoing::fail_all(const Error& reason) {

@@ -49,7 +49,11 @@ class Outgoing {
   // @error the peer broke the protocol: it answered what was not asked, or vouches for the wrong count
   Expected<bool> collect();               // answers into events
   Expected<bool> pump(const Fd& socket);  // operations into the outbox, their memory over the socket
-  Expected<bool> has_work() const;        // one of the two would do something
+
+  // There are answers, or half of the ring is free for what waits: worth waking up for.
+  Expected<bool> has_work() const;
+  // An operation is part of the way through the ring.
+  bool underway() const { return put_ - collected_ < open_.size() && open_[put_ - collected_].begun; }
 
   // Ends everything that is open.
   void fail_all(const Error& reason);

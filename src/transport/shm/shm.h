@@ -69,6 +69,7 @@ class ShmTransport final : public Transport {
   void read_sockets();
   void accept_peers();
   void wake();
+  bool spin() const;
 
   ShmOptions options_;
   shm::Fd epoll_;

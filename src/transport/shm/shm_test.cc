@@ -73,16 +73,16 @@ TEST(Shm, ANameBelongsToOneListener) {
 }
 
 TEST(Shm, AnEndpointWithoutANameCanOnlyConnect) {
-  Side a{*ShmTransport::make({}), {}};
-  Side b{*ShmTransport::make({.listen = "*"}), {}};
+  Party a{*ShmTransport::make({}), {}};
+  Party b{*ShmTransport::make({.listen = "*"}), {}};
   EXPECT_EQ(a.transport->address(), "");
   ASSERT_TRUE(a.transport->connect(b.transport->address()));
   EXPECT_TRUE(drive({&a, &b}, [&] { return b.count<PeerUp>() == 1; }));
 }
 
 TEST(Shm, WritesFromRegisteredMemoryAreRefusedWithAWayOut) {
-  Side a{*ShmTransport::make({}), {}};
-  Side b{*ShmTransport::make({.listen = "*"}), {}};
+  Party a{*ShmTransport::make({}), {}};
+  Party b{*ShmTransport::make({.listen = "*"}), {}};
   const PeerId peer = *a.transport->connect(b.transport->address());
   std::vector<std::byte> memory(100);
   const Region mine = *a.transport->register_memory(memory);
@@ -92,9 +92,9 @@ TEST(Shm, WritesFromRegisteredMemoryAreRefusedWithAWayOut) {
 }
 
 TEST(Shm, ServesNoMorePeersThanItsOptionsSay) {
-  Side b{*ShmTransport::make({.listen = "*", .most_peers = 2}), {}};
-  std::vector<Side> sides(3);
-  for (Side& side : sides) {
+  Party b{*ShmTransport::make({.listen = "*", .most_peers = 2}), {}};
+  std::vector<Party> sides(3);
+  for (Party& side : sides) {
     side.transport = *ShmTransport::make({});
     ASSERT_TRUE(side.transport->connect(b.transport->address()));
   }
@@ -111,7 +111,7 @@ TEST(Shm, AForkedChildAdoptsItsEndOfASocketpair) {
   if (child == 0) {
     close(ends[0]);
     auto transport = *ShmTransport::make({.hello = bytes_of("child")});
-    Side side{nullptr, {}};
+    Party side{nullptr, {}};
     const auto parent = transport->adopt(ends[1]);
     side.transport = std::move(transport);
     const bool ok = parent && drive({&side}, [&] { return side.count<Notice>() > 0 || side.count<PeerDown>() > 0; });
@@ -122,7 +122,7 @@ TEST(Shm, AForkedChildAdoptsItsEndOfASocketpair) {
   close(ends[1]);
   auto transport = *ShmTransport::make({.hello = bytes_of("parent")});
   const PeerId peer = *transport->adopt(ends[0]);
-  Side side{std::move(transport), {}};
+  Party side{std::move(transport), {}};
   ASSERT_TRUE(drive({&side}, [&] { return side.count<PeerUp>() > 0; }));
   EXPECT_EQ(side.all<PeerUp>()[0].hello, bytes_of("child"));
   ASSERT_TRUE(side.transport->admit(peer, Tag(2)));
@@ -142,13 +142,13 @@ TEST(Shm, ADeadPeerIsNoticedThoughAnotherProcessHoldsItsSocket) {
   const pid_t child = fork();
   if (child == 0) {
     auto transport = *ShmTransport::make({});
-    Side side{nullptr, {}};
+    Party side{nullptr, {}};
     (void)transport->adopt(dup(ends[1]));
     side.transport = std::move(transport);
     drive({&side}, [] { return false; });
     _exit(0);
   }
-  Side side{nullptr, {}};
+  Party side{nullptr, {}};
   auto transport = *ShmTransport::make({});
   (void)transport->adopt(ends[0]);
   side.transport = std::move(transport);
@@ -235,7 +235,7 @@ class HostilePeer : public testing::Test {
   }
 
   std::vector<std::byte> memory_;
-  Side side_;
+  Party side_;
   Region region_;
   std::unique_ptr<Hostile> hostile_;
   PeerId peer_;
