@@ -175,6 +175,7 @@ Expected<PageLayout> PageLayout::planes(std::int64_t heads, std::int64_t page_to
       return fail(Code::overflow, "plane {}: offset {} does not fit 63 bits with its page", plane.name, plane.offset);
   }
   std::vector<Lattice> lattices;
+  lattices.reserve(planes.size());
   for (const PlaneLayout& plane : planes) lattices.push_back(lattice_of(plane, heads, page_tokens));
   if (!nests(std::move(lattices)))
     if (auto ok = check_disjoint(heads, page_tokens, planes); !ok) return tl::unexpected(ok.error());
