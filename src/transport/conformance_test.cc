@@ -544,8 +544,9 @@ TEST_P(TransportConformance, ServesManyPeers) {
     const auto remote = sources[i].transport->import_region(to_target, *target.transport->export_region(to.id()));
     sources[i].transport->write({from[i].id(), *remote, kTag, shifted[i]});
   }
-  ASSERT_TRUE(drive(
-      all, [&] { return std::all_of(sources.begin(), sources.end(), [](const Party& s) { return s.count<Completed>() == 1; }); }));
+  ASSERT_TRUE(drive(all, [&] {
+    return std::all_of(sources.begin(), sources.end(), [](const Party& s) { return s.count<Completed>() == 1; });
+  }));
   std::vector<std::byte> want(kPeers * kShare);
   for (std::size_t i = 0; i < kPeers; ++i) {
     EXPECT_TRUE(sources[i].all<Completed>()[0].delivered);

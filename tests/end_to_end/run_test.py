@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
@@ -31,9 +30,9 @@ def run(*args):
 
 
 def named_files():
-    """All names in /dev/shm and the folder for temporary files, but those that compilers beside us make and remove."""
-    passing = re.compile(r"\.(o|s|tmp|lock)$|^cc|^clang")
-    return {os.path.join(folder, name) for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder) if not passing.search(name)}
+    """All names in /dev/shm, and of /tmp those that name us: other tests, beside this one, have folders of their own there."""
+    ours = {name for name in os.listdir("/tmp") if "kvloom" in name}
+    return ours | {os.path.join("/dev/shm", name) for name in os.listdir("/dev/shm")}
 
 
 def ranks_of(pid):
@@ -55,9 +54,9 @@ def wait_gone(pidfds):
 class Started:
     """A run whose stderr is a terminal, so that its progress shows which phase it is in."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, folder):
         self.terminal, ours = pty.openpty()
-        self.process = subprocess.Popen(words(*args), stdout=subprocess.DEVNULL, stderr=ours)
+        self.process = subprocess.Popen(words(*args), stdout=subprocess.DEVNULL, stderr=ours, cwd=folder, env={**os.environ, "TMPDIR": folder})
         os.close(ours)
         self.text = ""
 
@@ -133,12 +132,18 @@ class Endings(unittest.TestCase):
 
     def setUp(self):
         self.files = named_files()
+        self.folder = tempfile.TemporaryDirectory()  # where the run works, and keeps temporary files if it keeps any
 
     def tearDown(self):
+        self.assertEqual(os.listdir(self.folder.name), [], "files were left behind")
+        self.folder.cleanup()
         self.assertEqual(named_files() - self.files, set(), "files were left behind")
 
+    def start(self, *more):
+        return Started(*self.MAIN, *more, folder=self.folder.name)
+
     def kill_rank(self, index, phase):
-        started = Started(*self.MAIN)
+        started = self.start()
         started.until(phase)
         self.assertEqual(len(started.ranks), 12)
         os.kill(started.ranks[index], signal.SIGKILL)
@@ -155,21 +160,21 @@ class Endings(unittest.TestCase):
         self.assertIn("decode rank 0 was killed by signal 9", self.kill_rank(8, "checking every byte"))
 
     def test_the_first_process_is_killed(self):
-        started = Started(*self.MAIN)
+        started = self.start()
         started.until("filling the caches")
         started.process.kill()
         self.assertEqual(started.end(), -signal.SIGKILL)
 
     def test_ctrl_c(self):
         for phase in ("filling the caches", "checking every byte"):
-            started = Started(*self.MAIN)
+            started = self.start()
             started.until(phase)
             started.process.send_signal(signal.SIGINT)
             self.assertEqual(started.end(), 1, started.text)
             self.assertIn("stopped by signal 2; all ranks are ended", started.text)
 
     def test_a_frozen_rank_ends_the_run(self):
-        started = Started(*self.MAIN, "--patience", "1")
+        started = self.start("--patience", "1")
         started.until("filling the caches")
         os.kill(started.ranks[2], signal.SIGSTOP)
         self.assertEqual(started.end(), 1, started.text)
