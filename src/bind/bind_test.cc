@@ -70,6 +70,28 @@ TEST(Bind, NeighboursOnBothSidesAreOneRun) {
             (Lines{"120->280 110"}));
 }
 
+TEST(Bind, WhatTouchesIsJoinedBeforeWhatIsEven) {
+  // The second chunk of a zigzag rank grows page by page to the size of the first; then both are one run.
+  const Plan plan = plan_of(shapes::mla(1, 1), "cp=4:zigzag,page=1", "tp=1,page=1", 19);
+  const PageTable from = identity(6, PageTable::Use::source), to = identity(19, PageTable::Use::target);
+  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 2, 0), from, to, {0, 19}).value()), (Lines{"0->6 3 x2 +3+9"}));
+}
+
+TEST(Bind, NeighboursAmongPagesInNoOrderAreJoined) {
+  const Plan plan = plan_of(shapes::mla(1, 10), "tp=1,page=4", "tp=1,page=4");
+  const PageTable from = source({9, 1, 4, 20, 21, 22, 7}), to = target({3, 8, 1, 30, 31, 32, 5});
+  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), from, to, {0, 28}).value()),
+            (Lines{"360->120 40 x2 +-320+200", "160->40 40", "800->1200 120", "280->200 40"}));
+}
+
+TEST(Bind, PiecesThatAreEvenOnOneSideOnlyAreNotOneRun) {
+  // Tokens 0, 2, 8, 10 of 16: source slots 0, 2, 4, 6, target slots 0, 1, 4, 5.
+  const Plan plan = plan_of(shapes::mla(1, 1), "dcp=2:stripe=4,page=8", "dcp=2:stripe=1,page=8");
+  const PageTable page = table({0}, PageTable::Use::source, 1);
+  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), page, page, {0, 16}).value()), (Lines{"0->0 1 x2 +2+1", "4->4 1 x2 +2+1"}));
+  EXPECT_EQ(runs_of(bind(plan, path_of(plan, 1, 1), page, page, {0, 16}).value()), (Lines{"1->2 1 x2 +2+1", "5->6 1 x2 +2+1"}));
+}
+
 TEST(Bind, PagesAtAConstantStepAreOneRun) {
   const Plan plan = plan_of(shapes::mla(1, 10), "tp=1,page=4", "tp=1,page=4");
   EXPECT_EQ(runs_of(bind(plan, path_of(plan, 0, 0), source({1, 3, 5, 7}), target({40, 30, 20, 10}), {0, 16}).value()),

@@ -46,7 +46,7 @@ INSTANTIATE_TEST_SUITE_P(Words, BindOfListedPairs, testing::Range<std::size_t>(0
 rc::Gen<std::pair<std::string, std::int64_t>> token_rule() {
   return rc::gen::exec([] {
     const auto stripe = *rc::gen::inRange<std::int64_t>(1, 7);
-    const auto page = stripe * *rc::gen::inRange<std::int64_t>(1, 5);
+    const auto page = stripe * *rc::gen::inRange<std::int64_t>(1, 17);
     const auto ranks = *rc::gen::inRange(1, 6);
     const std::vector<std::string> words = {fmt::format("dcp={}:stripe={}", ranks, stripe),
                                             fmt::format("cp={}:interleave={}", ranks, stripe),
