@@ -1,8 +1,8 @@
-// copy.h: the copy loop of a CPU: many pieces, anywhere to anywhere.  Stage: carry.  Law: equal to memcpy, whatever the
-// alignment, length and kernel. glibc's memcpy uses ordinary stores below a threshold taken from the size of the last cache (tens
-// of MB on a server), so every page of a KV cache pays for reading the line that it is about to overwrite. Streaming stores do
-// not; they lose where a piece is only a few lines long. So: by piece size. The kernel is a value that is passed in: tests run
-// each one, and nobody asks the CPU twice.
+// copy.h: the copy loop of a CPU: many pieces, anywhere to anywhere.  Stage: carry.
+// Law: equal to memcpy, whatever the alignment, length and kernel.
+// glibc's memcpy uses ordinary stores below a threshold taken from the size of the last cache (tens of MB on a server), so every
+// page of a KV cache pays for reading the lines that it is about to overwrite. Streaming stores do not; they lose where a piece
+// has few whole lines. So: by piece. The kernel is a value that is passed in: tests run each one, and nobody asks the CPU twice.
 // Source: Intel 64 optimization manual 7.4 (non-temporal stores); numbers in docs/decisions/0002-who-copies-in-shm.md.
 #pragma once
 
@@ -24,13 +24,14 @@ struct Piece {
 
 struct CopyKernel {
   std::string_view name;  // "plain", "avx2", "avx512"
-  // @post every byte is in place, and ordered before any later store of this thread (streaming stores are fenced)    @cost no
-  // call but this one
+  // @post every byte is in place, and ordered before any later store of this thread (streaming stores are fenced)
   void (*copy)(std::span<const Piece> pieces);
 };
 
-// From here on a piece is streamed, as measured: 576 B lose by 0.8, 4 KiB win by 1.3.
-inline constexpr std::size_t kStreamingBytes = 2048;
+// From here on a piece is streamed: 576 B gain 1.3 at whole lines of 64 B and 1.1 off them, 36 KiB 1.55.
+inline constexpr std::size_t kStreamingBytes = 512;
+// The same for a piece that is whole lines of the target: 256 B gain 1.25 (off them they would lose a fifth).
+inline constexpr std::size_t kStreamingLineBytes = 256;
 
 // All kernels that this CPU can run, the fastest last; never empty. Asks the CPU: call it once, at set-up.
 std::vector<CopyKernel> copy_kernels();

@@ -9,8 +9,10 @@ namespace kvloom {
 
 namespace {
 
-constexpr std::int64_t kShare = 256 << 10;      // bytes: 30 us of copying, so shares even out and the count of them costs nothing
-constexpr std::int64_t kWorthHelp = 512 << 10;  // below this, waking a helper costs more than it brings
+// Bytes of a share: enough that their count costs nothing, and several for each thread, so that all end together.
+constexpr std::int64_t kLeastShare = 64 << 10;
+constexpr std::int64_t kMostShare = 256 << 10;
+constexpr std::int64_t kWorthHelp = 256 << 10;  // below this, waking a helper costs more than it brings
 constexpr int kSpins = 4000;                    // about 50 us awake between runs, for the next one
 
 }  // namespace
@@ -33,9 +35,9 @@ CopyCrew::~CopyCrew() {
 
 void CopyCrew::take_shares() {
   for (;;) {
-    const std::int64_t begin = next_.fetch_add(kShare, std::memory_order_relaxed);
+    const std::int64_t begin = next_.fetch_add(share_, std::memory_order_relaxed);
     if (begin >= end_) return;
-    copy_range(kernel_, jobs_, begin, std::min(begin + kShare, end_));
+    copy_range(kernel_, jobs_, begin, std::min(begin + share_, end_));
   }
 }
 
@@ -43,6 +45,7 @@ void CopyCrew::run(std::span<const CopyJob> jobs, std::int64_t begin, std::int64
   if (helpers_.empty() || end - begin < kWorthHelp) return copy_range(kernel_, jobs, begin, end);
   jobs_ = jobs;
   end_ = end;
+  share_ = std::clamp((end - begin) / (8 * threads()), kLeastShare, kMostShare);
   next_.store(begin, std::memory_order_relaxed);
   gate_.store(kOpen, std::memory_order_release);
   round_.fetch_add(1);

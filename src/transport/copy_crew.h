@@ -39,6 +39,7 @@ class CopyCrew {
   CopyKernel kernel_;
   std::span<const CopyJob> jobs_;
   std::int64_t end_ = 0;
+  std::int64_t share_ = 1;
   std::atomic<std::int64_t> next_{0};  // where the next share begins
   std::atomic<std::uint32_t> gate_{0};
   std::atomic<std::uint32_t> round_{0};  // changes with each run: what helpers sleep on

@@ -55,7 +55,8 @@ TEST_P(CopyKernels, CopyEveryLengthAtSomeAlignments) {
 TEST_P(CopyKernels, CopySomeLengthsAtEveryAlignment) {
   const auto source = noise(10000);
   std::vector<std::byte> target(10000);
-  for (const std::size_t bytes : {1u, 31u, 63u, 64u, 65u, 127u, 128u, 576u, 656u, 2047u, 2048u, 2049u, 2111u, 4096u, 8191u}) {
+  for (const std::size_t bytes : {1u,   31u,  63u,  64u,  65u,   127u,  128u,  255u,  256u,  320u, 511u,
+                                  512u, 513u, 576u, 656u, 2047u, 2048u, 2049u, 2111u, 4096u, 8191u}) {
     for (std::size_t to = 0; to < 64; ++to) {
       for (std::size_t from = 0; from < 64; ++from) check_piece(GetParam(), source, target, to, from, bytes);
     }

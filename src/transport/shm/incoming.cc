@@ -11,7 +11,7 @@ namespace kvloom::shm {
 
 namespace {
 
-constexpr std::size_t kMostJobs = 512;            // of one flush
+constexpr std::size_t kMostJobs = 2048;           // of one flush
 constexpr std::int64_t kBatch = 8 << 20;          // bytes of one flush: half a millisecond of copying, so the threads meet seldom
 constexpr std::size_t kMostSources = 4096;        // regions that a peer may offer
 constexpr std::int64_t kMostMapped = 1ll << 44;   // bytes of them: 16 TiB of addresses

@@ -41,7 +41,8 @@ Expected<SharedMemory> make_shared_memory(const char* name, Bytes length) {
 
 Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length) {
   if (length.value <= 0) return fail(Code::invalid_argument, "memory of {} bytes", length.value);
-  // Nothing but an ordinary memfd: another file system could make us wait in a page fault, and huge pages that run out are a SIGBUS.
+  // Nothing but an ordinary memfd: another file system could make us wait in a page fault, and huge pages that run out are a
+  // SIGBUS.
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   struct statfs system = {};
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstatfs(fd.get(), &system) != 0 || system.f_type != TMPFS_MAGIC)
