@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <span>
 
 #include "kvloom/bind/bind.h"
 #include "kvloom/landing/checksum.h"
@@ -38,6 +39,9 @@ Expected<SharedSide> side_of(const std::string& words) {
   if (!side) return tl::unexpected(side.error());
   return std::make_shared<const Side>(std::move(*side));
 }
+
+// Makes the compiler believe that somebody reads them.
+void keep(std::span<Run> runs) { asm volatile("" : : "r"(runs.data()) : "memory"); }
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -109,6 +113,27 @@ class PlanBench {
     return PageTable::make(std::move(ids), pages, use).value();
   }
 
+  // What bind is beside: a loop over the same tables that writes one run for each page, and looks at nothing.
+  BenchRow plain_loop(const std::vector<PageTable>& sources, const std::vector<PageTable>& targets, std::span<Run> runs) const {
+    constexpr std::int64_t kPage = 64 * 576;
+    std::int64_t pages = 0;
+    const double ns = time_of(10 * repeats_, 1, [&] {
+      pages = 0;
+      for (const PageTable& source : sources)
+        for (std::size_t t = 0; t < targets.size(); ++t) {
+          const PageId* from = source.pages().data() + t;
+          for (std::int64_t column = 0; column < kMillion / 64 / 4; ++column, from += 4) {
+            const std::int64_t to = targets[t].pages()[static_cast<std::size_t>(column)].value;
+            runs[static_cast<std::size_t>(column) % 64] = {Bytes(from->value * kPage), Bytes(to * kPage), Bytes(kPage), 1, {}, {}};
+            ++pages;
+          }
+          keep(runs);
+        }
+    });
+    return {"a run a page, plain loop", ns / static_cast<double>(pages), "ns a page of a path", 0, true,
+            fmt::format("the tables of bind: {} pages, {} runs", pages, pages)};
+  }
+
   // All paths of the latent group, each from its own table to its rank's.
   Expected<void> bind_of(const char* name, const char* decode, double goal_ns) {
     const auto from = side_of("cp=8:layers"), to = side_of(decode);
@@ -136,6 +161,7 @@ class PlanBench {
         }
     });
     const double pages = static_cast<double>(moved), ns = median(rounds);
+    if (goal_ns > 0) rows_.push_back(plain_loop(sources, targets, runs));
     rows_.push_back({name, ns / pages, "ns a page of a path", goal_ns, true,
                      fmt::format("1M tokens, random tables, 32 paths cp=8:layers -> {}: {} pages, {} runs, {:.0f} us (fastest "
                                  "round {:.2f} ns a page); each serves its path's 9 or 10 layers",
