@@ -124,13 +124,18 @@ class PlanBench {
           const PageId* from = source.pages().data() + t;
           for (std::int64_t column = 0; column < kMillion / 64 / 4; ++column, from += 4) {
             const std::int64_t to = targets[t].pages()[static_cast<std::size_t>(column)].value;
-            runs[static_cast<std::size_t>(column) % 64] = {Bytes(from->value * kPage), Bytes(to * kPage), Bytes(kPage), 1, {}, {}};
+            runs[static_cast<std::size_t>(column) % 64] = {
+                Bytes(from->value * kPage), Bytes(to * kPage), Bytes(kPage), 1, {}, {}};
             ++pages;
           }
           keep(runs);
         }
     });
-    return {"a run a page, plain loop", ns / static_cast<double>(pages), "ns a page of a path", 0, true,
+    return {"a run a page, plain loop",
+            ns / static_cast<double>(pages),
+            "ns a page of a path",
+            0,
+            true,
             fmt::format("the tables of bind: {} pages, {} runs", pages, pages)};
   }
 
