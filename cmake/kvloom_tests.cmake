@@ -7,6 +7,7 @@ list(TRANSFORM KVLOOM_LIBRARY_FOLDERS APPEND _test OUTPUT_VARIABLE library_tests
 function(kvloom_test name)
   add_executable(${name} ${ARGN})
   kvloom_own(${name})
+  kvloom_sanitize_light(${name})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")  # "tests/<folder>/<file>.h"
   target_compile_definitions(${name} PRIVATE
     KVLOOM_SOURCE_DIR="${PROJECT_SOURCE_DIR}"

@@ -393,6 +393,25 @@ class Binder {
       return fail(Code::overflow, "{} rank {} group {}: a pool of {} pages of {} B does not fit 63 bits", name, rank.value,
                   side.name, pool, side.layout.page_stride());
     out = {table.pages().data(), side.layout.page_tokens(), side.layout.page_stride(), parts, parts == 0 ? 0 : place.tokens};
+    return check_planes_apart(name, rank, side, pool);
+  }
+
+  // Planes that are tensors of their own (K and V apart) begin past the first one's page; its whole pool has to fit before them.
+  static Expected<void> check_planes_apart(const char* name, Rank rank, const GroupSide& side, std::int64_t pool) {
+    std::vector<std::int64_t> offsets;
+    for (const PlaneLayout& plane : side.layout.planes()) offsets.push_back(plane.offset);
+    std::sort(offsets.begin(), offsets.end());
+    const std::int64_t stride = side.layout.page_stride();
+    for (std::size_t i = 1, first = 0; i < offsets.size(); ++i) {
+      const std::int64_t apart = offsets[i] - offsets[first];
+      if (apart < stride) continue;  // in the same page
+      if (pool > 0 && apart <= (pool - 1) * stride)
+        return fail(Code::invalid_argument,
+                    "{} rank {} group {}: a pool of {} pages of {} B reaches into the plane that begins {} B after the first: "
+                    "lay it out for {} pages",
+                    name, rank.value, side.name, pool, stride, apart, pool);
+      first = i;
+    }
     return {};
   }
 

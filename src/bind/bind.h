@@ -98,6 +98,7 @@ class BoundPath {
 // `range`: tokens [prefix, total) of the request; windows and states of the group are applied here.
 // @pre `path` is one of plan's; plan and both tables outlive the result
 // @error out_of_range: a table too short for its last token, a column that names no page, a range past the plan's total;
+//        invalid_argument: a pool whose pages of one plane reach into a plane that begins after them;
 //        overflow: a pool whose byte offsets do not fit 63 bits
 Expected<BoundPath> bind(const Plan& plan, const Path& path, const PageTable& source, const PageTable& target, TokenRange range);
 

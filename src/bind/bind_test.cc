@@ -233,11 +233,32 @@ TEST(Bind, OfAWindowMovesItsTailOnly) {
 
 TEST(Bind, OfAStateIsOneRowWhateverTheRange) {
   const Plan plan = plan_of(shapes::stateful(), "tp=4", "tp=2");
-  const Path path = path_of(plan, 1, 0, 1);  // heads 2 and 3 of the target's 0 to 3
+  const Path path = path_of(plan, 1, 0, 1);  // heads 6 to 11 of the target's 0 to 11
   const PageTable from = source({5}), to = target({3});
   const auto bound = bind(plan, path, from, to, {1000, 1000000});
   ASSERT_TRUE(bound) << bound.error().message;
-  EXPECT_EQ(runs_of(*bound), (Lines{"40->50 2", "42->58 6"}));  // rows of 2 x 4 B and 4 x 4 B: conv, then ssm
+  EXPECT_EQ(runs_of(*bound), (Lines{"120->150 6", "126->174 18"}));  // rows of 6 x 4 B and 12 x 4 B: conv, then ssm
+}
+
+// ---- planes that are tensors of their own ----
+
+TEST(Bind, RefusesAPoolThatReachesIntoThePlaneBehindIt) {
+  const CacheShape shape = shapes::gqa(1, 1);  // k and v of 2 B
+  const auto apart = [&](std::int64_t offset) {
+    Side out = side(shape, "tp=1,page=4");
+    const std::vector<PlaneLayout> planes = {{"k", 0, 2, 2, 2, 0, 1}, {"v", offset, 2, 2, 2, 0, 1}};
+    EXPECT_TRUE(out.set_layout("kv", PageLayout::planes(1, 4, 8, planes).value()));
+    return out;
+  };
+  const auto bind_pool = [&](const Side& from, std::int64_t pool) {
+    const Plan plan = compile(from, side(shape, "tp=1,page=4")).value();
+    const PageTable source = table({0}, PageTable::Use::source, pool), target = identity(1, PageTable::Use::target);
+    return bind(plan, path_of(plan, 0, 0), source, target, {0, 4}).map([](const BoundPath& path) { return path.bytes(); });
+  };
+  EXPECT_EQ(bind_pool(apart(80), 10).value(), Bytes(16));
+  EXPECT_TRUE(says(bind_pool(apart(80), 11),
+                   "prefill rank 0 group kv: a pool of 11 pages of 8 B reaches into the plane that begins 80 B after the first: "
+                   "lay it out for 11 pages"));
 }
 
 // ---- templates ----

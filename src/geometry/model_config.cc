@@ -8,26 +8,18 @@
 #include <utility>
 
 #include "kvloom/geometry/config_fields.h"
+#include "kvloom/geometry/layer_kinds.h"
 
 namespace kvloom {
 namespace {
 
 // Bounds on what a config may say: far above any model, low enough that no product of three of them leaves 64 bits.
-constexpr std::int64_t kMaxLayers = 4096;
 constexpr std::int64_t kMaxHeads = 1 << 16;
 constexpr std::int64_t kMaxWidth = 1 << 20;  // elements in one head, or along one side of a state
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
 constexpr std::int64_t kScaleBlock = 128;  // elements that share one f32 scale, in DSA's latent rows and index keys (SGLang)
 
 // ---- the model as the families see it
-
-enum class LayerKind : std::uint8_t {
-  full,       // attention over all tokens
-  sliding,    // attention over the last sliding_window tokens
-  chunked,    // attention since the last multiple of attention_chunk_size
-  recurrent,  // a state per request: GDN, KDA, Mamba2
-  none,       // owns no cache: MLP and MoE layers of Nemotron-H, layers that read another layer's K and V
-};
 
 struct Model {
   ConfigFields text;                  // the language model's part of the config
@@ -46,105 +38,6 @@ struct Model {
 // (gpt-oss): always 2 bytes.
 constexpr std::int64_t kModelElement = 2;
 
-constexpr std::array kLayerWords = {"full_attention",
-                                    "attention",
-                                    "deepseek_sparse_attention",
-                                    "minimax_m3_sparse",
-                                    "sliding_attention",
-                                    "chunked_attention",
-                                    "linear_attention",
-                                    "mamba",
-                                    "mlp",
-                                    "moe"};
-constexpr std::array kLayerWordKinds = {LayerKind::full,    LayerKind::full,    LayerKind::full,      LayerKind::full,
-                                        LayerKind::sliding, LayerKind::chunked, LayerKind::recurrent, LayerKind::recurrent,
-                                        LayerKind::none,    LayerKind::none};
-static_assert(kLayerWords.size() == kLayerWordKinds.size());
-
-std::vector<LayerKind> every(std::int64_t layers, std::int64_t interval, LayerKind nth, LayerKind others) {
-  std::vector<LayerKind> kinds;
-  for (std::int64_t i = 0; i < layers; ++i) kinds.push_back((i + 1) % interval == 0 ? nth : others);
-  return kinds;
-}
-
-// Nemotron-H: M is Mamba2, * attention, E and - are MoE and MLP.
-std::vector<LayerKind> kinds_by_letter(const ConfigFields& text, std::int64_t layers) {
-  constexpr std::array by_letter = {LayerKind::recurrent, LayerKind::full, LayerKind::none, LayerKind::none};
-  std::vector<LayerKind> kinds;
-  for (const std::size_t letter : text.letters("hybrid_override_pattern", layers, "M*E-")) kinds.push_back(by_letter[letter]);
-  return kinds;
-}
-
-// Kimi Linear and K3: two lists of layers counted from 1 that together name each layer once.
-std::vector<LayerKind> kinds_by_lists(const ConfigFields& text, std::int64_t layers) {
-  const ConfigFields linear = text.object("linear_attn_config");
-  std::vector<LayerKind> kinds(static_cast<std::size_t>(layers), LayerKind::none);
-  for (const auto layer : linear.layers_from_1("kda_layers", layers))
-    kinds[static_cast<std::size_t>(layer)] = LayerKind::recurrent;
-  for (const auto layer : linear.layers_from_1("full_attn_layers", layers)) {
-    LayerKind& kind = kinds[static_cast<std::size_t>(layer)];
-    if (kind != LayerKind::none)
-      linear.refuse(Code::invalid_argument, "full_attn_layers",
-                    fmt::format("names layer {}, which kda_layers names too", layer + 1));
-    kind = LayerKind::full;
-  }
-  const auto left = std::find(kinds.begin(), kinds.end(), LayerKind::none);
-  if (left != kinds.end())
-    linear.refuse(Code::invalid_argument, "full_attn_layers",
-                  fmt::format("and kda_layers both leave out layer {} of {}", left - kinds.begin() + 1, layers));
-  return kinds;
-}
-
-std::vector<LayerKind> kinds_by_word(const ConfigFields& text, std::int64_t layers) {
-  std::vector<LayerKind> kinds;
-  for (const std::size_t word : text.words("layer_types", layers, kLayerWords)) kinds.push_back(kLayerWordKinds[word]);
-  return kinds;
-}
-
-std::vector<LayerKind> kinds_by_flag(const ConfigFields& text, const char* key, std::int64_t layers, LayerKind zero,
-                                     LayerKind one) {
-  std::vector<LayerKind> kinds;
-  for (const std::int64_t flag : text.numbers(key, layers, 0, 1)) kinds.push_back(flag == 0 ? zero : one);
-  return kinds;
-}
-
-// Llama 4: layers with rope attend in chunks, the others to everything.
-// By default every 4th has no rope (transformers, Llama4TextConfig).
-std::vector<LayerKind> kinds_by_chunk(const ConfigFields& text, std::int64_t layers) {
-  if (text.has("no_rope_layers") && !text.is_empty_list("no_rope_layers"))
-    return kinds_by_flag(text, "no_rope_layers", layers, LayerKind::full, LayerKind::chunked);
-  return every(layers, text.count_or("no_rope_layer_interval", kMaxLayers, 4), LayerKind::full, LayerKind::chunked);
-}
-
-// No list of layers. Qwen2 and 3: use_sliding_window, from layer max_window_layers up. Gemma 3, Cohere 2:
-// sliding_window_pattern, every nth is full. Mistral: a bare sliding_window holds for all layers. Gemma 2 slides every other
-// layer and its older configs don't say so.
-std::vector<LayerKind> kinds_by_window(const ConfigFields& text, std::int64_t layers) {
-  const auto all = [&](LayerKind kind) { return std::vector<LayerKind>(static_cast<std::size_t>(layers), kind); };
-  if (!text.has("sliding_window") || !text.flag_or("use_sliding_window", true)) return all(LayerKind::full);
-  if (text.has("sliding_window_pattern"))
-    return every(layers, text.count("sliding_window_pattern", kMaxLayers), LayerKind::full, LayerKind::sliding);
-  if (text.has("attn_logit_softcapping"))
-    text.refuse(Code::unsupported, "sliding_window",
-                fmt::format("is {}, but nothing says for which layers; add layer_types", text.shown("sliding_window")));
-  auto kinds = all(LayerKind::sliding);
-  if (text.has("use_sliding_window"))
-    std::fill_n(kinds.begin(), std::min(layers, text.number("max_window_layers", 0, kMaxLayers)), LayerKind::full);
-  return kinds;
-}
-
-std::vector<LayerKind> layer_kinds(const ConfigFields& text, std::int64_t layers) {
-  if (text.has("hybrid_override_pattern")) return kinds_by_letter(text, layers);
-  if (text.has("linear_attn_config")) return kinds_by_lists(text, layers);
-  if (text.has("layer_types")) return kinds_by_word(text, layers);
-  if (text.has("hybrid_layer_pattern"))
-    return kinds_by_flag(text, "hybrid_layer_pattern", layers, LayerKind::full, LayerKind::sliding);
-  if (text.has("full_attention_interval"))
-    return every(layers, text.count("full_attention_interval", kMaxLayers), LayerKind::full, LayerKind::recurrent);
-  if (text.has("attention_chunk_size")) return kinds_by_chunk(text, layers);
-  return kinds_by_window(text, layers);
-}
-
 // MiniMax-M3 says both num_mtp_modules (7) and num_nextn_predict_layers (1): vLLM builds, and caches, num_mtp_modules layers.
 const char* draft_key(const ConfigFields& text) {
   for (const char* key : {"num_mtp_modules", "num_nextn_predict_layers", "mtp_num_hidden_layers"})
@@ -154,7 +47,7 @@ const char* draft_key(const ConfigFields& text) {
 
 std::int64_t draft_layers(const ConfigFields& text) {
   const char* key = draft_key(text);
-  const std::int64_t layers = key ? text.number(key, 0, kMaxLayers) : 0;
+  const std::int64_t layers = key ? text.number(key, 0, kMaxConfigLayers) : 0;
   // Nemotron-H says what one module is made of: one attention and one feed-forward layer are possible.
   constexpr std::array modules = {"*E", "*-"};
   if (layers > 0 && text.has("hybrid_override_pattern")) text.word("mtp_hybrid_override_pattern", modules);
@@ -307,8 +200,8 @@ std::vector<LayerId> indexer_layers(const Model& model) {
   } else if (text.has("index_topk_pattern")) {
     shares = text.letters("index_topk_pattern", model.layers, "FS");
   } else {
-    const auto every_nth = text.count_or("index_topk_freq", kMaxLayers, 1),
-               offset = text.number_or("index_skip_topk_offset", 0, kMaxLayers, 2);
+    const auto every_nth = text.count_or("index_topk_freq", kMaxConfigLayers, 1),
+               offset = text.number_or("index_skip_topk_offset", 0, kMaxConfigLayers, 2);
     for (std::int64_t i = 0; i < model.layers; ++i)
       shares[static_cast<std::size_t>(i)] = std::max<std::int64_t>(i - offset + 1, 0) % every_nth == 0 ? 0 : 1;
   }
@@ -498,7 +391,7 @@ Expected<CacheShape> read_model_config(std::string_view json, KvDtype dtype, std
   const ConfigFields& text = model.text;
   refuse_unknown(text);
   model.dtype = resolve_dtype(dtype, outer, text);
-  model.layers = text.count("num_hidden_layers", kMaxLayers);
+  model.layers = text.count("num_hidden_layers", kMaxConfigLayers);
   model.draft = draft_layers(text);
   model.kinds = layer_kinds(text, model.layers);
   // The last layers of Gemma 3n and 4 may read the K and V of earlier ones (transformers: num_kv_shared_layers).

@@ -390,7 +390,7 @@ std::string to_string(const Sharding& s) {
     add(text, word);
   }
   if (s.cp() > 1) add(text, cp_word(s));
-  if (s.tp() > 1 || (s.dcp() == 1 && s.cp() == 1 && s.pp() == 1)) add(text, fmt::format("tp={}", s.tp()));
+  if ((s.tp() > 1 && s.tp() != s.dcp()) || (s.dcp() == 1 && s.cp() == 1 && s.pp() == 1)) add(text, fmt::format("tp={}", s.tp()));
   if (s.dcp() > 1) add(text, dcp_word(s));
   add_pages(text, "", s.pages());
   for (const auto& [name, words] : s.groups()) add_group(text, name, words);

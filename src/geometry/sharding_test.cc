@@ -155,6 +155,8 @@ TEST(Sharding, OneRankCutsNothingByWhateverRule) {
   EXPECT_EQ(parsed("cp=1:zigzag"), parsed("tp=1"));
   EXPECT_EQ(parsed("dcp=1:value,tp=2"), parsed("tp=2"));
   EXPECT_EQ(to_string(parsed("cp=1:interleave=4,dcp=1")), "tp=1");
+  EXPECT_EQ(to_string(parsed("tp=4,dcp=4")), "dcp=4");
+  EXPECT_EQ(to_string(parsed("dcp=4,tp=8")), "tp=8,dcp=4");
 }
 
 TEST(Sharding, PrintsItsWordsInOneOrder) {

@@ -108,6 +108,9 @@ class GroupBuilder {
     return {};
   }
 
+  // tp ranks that hold the same heads and take turns at the tokens. A state per request has no tokens: all tp ranks cut its heads.
+  std::int32_t ranks_a_slice() const { return group_.kind == GroupKind::state ? 1 : sharding_.dcp(); }
+
   static std::string possible_tp(std::int64_t heads, std::int64_t dcp) {
     std::string text;
     for (std::int64_t d = 1; d <= heads; ++d)
@@ -116,13 +119,14 @@ class GroupBuilder {
   }
 
   Expected<void> split_heads() {
-    const std::int64_t slices = alone_ ? 1 : sharding_.tp() / sharding_.dcp();
+    const std::int64_t slices = alone_ ? 1 : sharding_.tp() / ranks_a_slice();
     const std::int64_t heads = group_.heads;
     if (heads % slices != 0 && slices % heads != 0) {
-      const std::string dcp = sharding_.dcp() > 1 ? fmt::format(" with dcp={}", sharding_.dcp()) : "";
-      return sharding_.point_at(sharding_.tp_span(), Code::invalid_argument,
+      const std::string dcp = ranks_a_slice() > 1 ? fmt::format(" with dcp={}", sharding_.dcp()) : "";
+      return sharding_.point_at(sharding_.tp_span().length != 0 ? sharding_.tp_span() : sharding_.dcp_span(),
+                                Code::invalid_argument,
                                 fmt::format("tp={}{} does not divide {} heads of group {}; {}", sharding_.tp(), dcp, heads,
-                                            group_.name, possible_tp(heads, sharding_.dcp())));
+                                            group_.name, possible_tp(heads, ranks_a_slice())));
     }
     const std::int64_t parts = std::min(slices, heads);
     for (std::int64_t d = 0; d < parts; ++d)
@@ -161,6 +165,9 @@ class GroupBuilder {
     }
     const std::int32_t parts = sharding_.dcp() * (interleave ? sharding_.cp() : 1);
     if (parts == 1) return {};
+    if (words_.by_value && interleave)
+      return sharding_.point_at(words_.span, Code::unsupported,
+                                fmt::format("{}:value and cp:interleave would both choose the token's rank", group_.name));
     if (words_.by_value || (sharding_.dcp_by_value() && !words_.stripe)) {
       split = {TokenRule::value, parts, 0};
       return {};
@@ -185,8 +192,8 @@ class GroupBuilder {
     if (alone_) return place;
     const Coordinates at(sharding_, rank);
     place.layers = sharding_.cp_rule() == CpRule::layers ? at.pp * sharding_.cp() + at.cp : at.pp;
-    const std::int32_t slices = sharding_.tp() / sharding_.dcp();
-    place.heads = at.tp / sharding_.dcp() / (slices / static_cast<std::int32_t>(out_.head_parts.size()));
+    const std::int32_t slices = sharding_.tp() / ranks_a_slice();
+    place.heads = at.tp / ranks_a_slice() / (slices / static_cast<std::int32_t>(out_.head_parts.size()));
     if (out_.tokens.rule == TokenRule::zigzag || out_.tokens.rule == TokenRule::blocked)
       place.tokens = at.cp;
     else if (out_.tokens.parts > 1)
@@ -260,6 +267,10 @@ Expected<void> Side::set_layout(const std::string& group, PageLayout layout) {
   if (!std::equal(at->planes.begin(), at->planes.end(), layout.planes().begin(), layout.planes().end(), same))
     return fail(Code::invalid_argument, "group {}: the layout's planes (names, bytes, elements) are not those of the group",
                 group);
+  const auto words = sharding_.groups().find(group);
+  const bool page_in_turn = sharding_.cp_rule() != CpRule::interleave && sharding_.dcp_stripe() == 0 &&
+                            (words == sharding_.groups().end() || !words->second.stripe);
+  if (at->tokens.rule == TokenRule::cyclic && page_in_turn) at->tokens.stripe = layout.page_tokens();
   if (at->tokens.rule == TokenRule::cyclic && layout.page_tokens() % at->tokens.stripe != 0)
     return fail(Code::invalid_argument, "group {}: stripe={} does not divide the page of {} tokens", group, at->tokens.stripe,
                 layout.page_tokens());

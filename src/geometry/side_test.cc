@@ -137,6 +137,10 @@ TEST(Side, RefusesWordsThatDoNotFitTheModel) {
       says(make(shapes::mla(), "page_stride=100"), "page_stride=100 is below the page of 128 B (64 tokens x 1 heads x 2 B)"));
   EXPECT_TRUE(says(make(shapes::stateful(), "ssm:page=4"), "group ssm is a state per request: it has no pages of tokens"));
   EXPECT_TRUE(says(Side::make(shapes::mla(), Sharding::parse("tp=1").value(), 0), "page=0 tokens: from 1 to"));
+  EXPECT_TRUE(says(make(shapes::mla(), "cp=2:interleave=1,latent:value"),
+                   "latent:value and cp:interleave would both choose the token's rank\n"
+                   "  cp=2:interleave=1,latent:value\n"
+                   "                    ^^^^^^^^^^^^"));
 }
 
 TEST(Side, TakesALayoutOnlyIfItFitsTheGroup) {
@@ -153,6 +157,20 @@ TEST(Side, TakesALayoutOnlyIfItFitsTheGroup) {
   Side striped = side(shapes::mla(1), "dcp=2:stripe=4,page=8");
   EXPECT_TRUE(says(striped.set_layout("latent", PageLayout::make(PageOrder::nhd, striped.shape().groups()[0], 1, 6).value()),
                    "stripe=4 does not divide the page of 6 tokens"));
+  Side by_page = side(shapes::mla(1), "dcp=2,page=8");  // a page in turn, whatever its size
+  EXPECT_TRUE(by_page.set_layout("latent", PageLayout::make(PageOrder::nhd, by_page.shape().groups()[0], 1, 6).value()));
+  EXPECT_EQ(by_page.groups()[0].tokens.stripe, 6);
+}
+
+TEST(Side, CutsAStatePerRequestByAllTpRanks) {
+  const Side made = side(shapes::stateful(), "tp=4,dcp=2");  // 24 heads of state, 2 of attention
+  const GroupSide &kv = *made.find("kv"), &ssm = *made.find("ssm");
+  for (std::int32_t rank = 0; rank < 4; ++rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    EXPECT_EQ(kv.head_parts[static_cast<std::size_t>(kv.places[at].heads)], StridedSet::interval(rank / 2, rank / 2 + 1));
+    EXPECT_EQ(ssm.head_parts[static_cast<std::size_t>(ssm.places[at].heads)], StridedSet::interval(6 * rank, 6 * rank + 6));
+    EXPECT_EQ(ssm.places[at].replica, 0);
+  }
 }
 
 TEST(Side, CountsBytesPerToken) {

@@ -179,8 +179,9 @@ class PathStory {
       const Side& whole = source ? plan_.source() : plan_.target();
       if (g.head_parts.size() == 1)
         return fmt::format("{} has all {}{}", name(source), g.heads, in_brackets(holders_word(whole, g)));
-      const std::string words = fmt::format("tp={}{}", whole.sharding().tp(),
-                                            whole.sharding().dcp() > 1 ? fmt::format(",dcp={}", whole.sharding().dcp()) : "");
+      const std::string words = fmt::format(
+          "tp={}{}", whole.sharding().tp(),
+          whole.sharding().dcp() > 1 && g.kind == GroupKind::paged ? fmt::format(",dcp={}", whole.sharding().dcp()) : "");
       return fmt::format("{} has {} of {} ({})", name(source),
                          heads_text(g.head_parts[static_cast<std::size_t>((source ? from_ : to_).heads)]), g.heads, words);
     };

@@ -109,7 +109,7 @@ latent: nothing. No token in common: prefill has 64 of every 128 from token 64 (
 
 TEST(Explain, SumsUpThePlan) {
   EXPECT_EQ(explain(plan_of(shapes::mla(78, 576), "cp=8:layers", "dcp=4"), {0, 16384}),
-            R"(8 prefill ranks (cp=8:layers) to 4 decode ranks (tp=4,dcp=4), tokens [0, 16384): 32 paths
+            R"(8 prefill ranks (cp=8:layers) to 4 decode ranks (dcp=4), tokens [0, 16384): 32 paths
 prefill ranks send 84934656 to 94371840 B each (the most is 1.03 of the mean); decode ranks get 184025088 B each
 latent: 32 paths, such as prefill 0 to decode 0:
   runs: a page is whole on both sides: 36864 B a run.

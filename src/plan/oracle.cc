@@ -101,7 +101,8 @@ bool Oracle::holds_head(std::size_t group, Rank rank, std::int64_t head) const {
   const Facts& facts = facts_[group];
   if (facts.uncut) return uncut_holds(facts, rank);
   const Sharding& words = side_->sharding();
-  const std::int64_t slices = words.tp() / words.dcp(), slice = seat(rank).tp / words.dcp(), heads = facts.side->heads;
+  const std::int64_t turns = facts.side->kind == GroupKind::state ? 1 : words.dcp();  // a state has no tokens to take turns at
+  const std::int64_t slices = words.tp() / turns, slice = seat(rank).tp / turns, heads = facts.side->heads;
   if (slices >= heads) return slice * heads / slices == head;  // each head on several slices
   return head / (heads / slices) == slice;
 }

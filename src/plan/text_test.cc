@@ -69,7 +69,7 @@ group index_k paged layers 0,2-3 heads 1 planes keys:2:1,scales:1:1
   place 0.0.0 ranks 0-1
   place 1.0.0 ranks 2-3
 target
-words tp=2,dcp=2:stripe=2
+words dcp=2:stripe=2
 page 4
 model 5 layers "dsa"
 group latent paged layers 0-4 heads 1 planes latent:3:1
@@ -105,7 +105,7 @@ meet index_k
   tokens 0 > 1: 2+2/4*inf
   senders 0.0.0: 2 replicas, targets 0-1, 2 of them whole, 0 by layers
   senders 1.0.0: 2 replicas, targets 0-1, 2 of them whole, 0 by layers
-digest c454b229b4b9538c279491152c9d0266
+digest 366dcf678883f272ed78b14148185548
 )";
 
 TEST(PlanText, IsReviewable) { EXPECT_EQ(to_string(small_plan()), kSmallPlan); }

@@ -47,12 +47,17 @@ bool disjoint_segments(const std::vector<StridedSet>& parts) {
   return disjoint_intervals(std::move(segments));
 }
 
-bool disjoint_tokens(const GroupSide& side, std::int64_t total) {
-  // `value`: each virtual page has one owner by its own value; one part (`all`) is disjoint by itself.
-  if (side.tokens.parts == 1 || side.tokens.rule == TokenRule::value) return true;
+std::vector<StridedSet> token_parts(const GroupSide& side, std::int64_t total) {
   std::vector<StridedSet> parts;
   parts.reserve(static_cast<std::size_t>(side.tokens.parts));
   for (std::int32_t d = 0; d < side.tokens.parts; ++d) parts.push_back(side.tokens.part(d, total));
+  return parts;
+}
+
+bool disjoint_tokens(const GroupSide& side, std::int64_t total) {
+  // `value`: each virtual page has one owner by its own value; one part (`all`) is disjoint by itself.
+  if (side.tokens.parts == 1 || side.tokens.rule == TokenRule::value) return true;
+  std::vector<StridedSet> parts = token_parts(side, total);
   if (side.tokens.rule == TokenRule::cyclic) return disjoint_residues(std::move(parts));
   return disjoint_segments(parts);
 }
@@ -79,6 +84,46 @@ std::int64_t count(std::span<const StridedSet> families, Window window) {
   return sum;
 }
 
+// Both levels of the family either step by whole periods of the part, or stay inside one of its segments.  @pre part.flat()
+bool lies_in(const StridedSet& family, const StridedSet& part) {
+  if (family.empty()) return true;
+  if (part.empty() || family.start() < part.start() || family.end() > part.end()) return false;
+  if (part.interval()) return true;
+  if (family.length() == kUnbounded) return false;
+  Wide extent = family.length();
+  if (family.inner_count() > 1 && family.inner_stride() % part.stride() != 0)
+    extent += Wide(family.inner_stride()) * (family.inner_count() - 1);
+  if (family.count() > 1 && family.stride() % part.stride() != 0) extent += Wide(family.stride()) * (family.count() - 1);
+  return (family.start() - part.start()) % part.stride() + extent <= part.length();
+}
+
+// Step 1 on one axis: what meets lies in both parts.
+Expected<void> check_inside(const GroupPlan& plan, const char* axis, const Meetings& meetings,
+                            const std::vector<StridedSet>& sources, const std::vector<StridedSet>& targets) {
+  for (std::size_t s = 0; s < sources.size(); ++s)
+    for (std::size_t t = 0; t < targets.size(); ++t)
+      for (const StridedSet& family : meetings.at(static_cast<std::int32_t>(s), static_cast<std::int32_t>(t)))
+        if (!lies_in(family, sources[s]) || !lies_in(family, targets[t]))
+          return fail(Code::unsupported, "group {}: {} of the {} lies outside prefill's part {} or decode's part {}",
+                      plan.target->name, to_string(family), axis, to_string(sources[s]), to_string(targets[t]));
+  return {};
+}
+
+// Source parts of layers in the target's ordinals, id by id.
+std::vector<StridedSet> source_layers(const GroupPlan& plan) {
+  const auto below = [&](std::int64_t ordinal) {  // target layers whose ids are below that of the source's ordinal
+    const auto& ids = plan.target->layers;
+    if (ordinal == static_cast<std::int64_t>(plan.source->layers.size())) return static_cast<std::int64_t>(ids.size());
+    const LayerId id = plan.source->layers[static_cast<std::size_t>(ordinal)];
+    return static_cast<std::int64_t>(std::count_if(ids.begin(), ids.end(), [&](LayerId layer) { return layer < id; }));
+  };
+  std::vector<StridedSet> out;
+  out.reserve(plan.source->layer_parts.size());
+  for (const StridedSet& part : plan.source->layer_parts)
+    out.push_back(part.empty() ? StridedSet() : StridedSet::interval(below(part.start()), below(part.end())));
+  return out;
+}
+
 // Step 2 on one axis.  `value` sources: every rank offers every token and the page decides, so one row stands for all.
 Expected<void> check_axis(const GroupPlan& plan, const char* axis, const Meetings& meetings, std::int64_t sources,
                           const std::vector<StridedSet>& targets, Window window) {
@@ -100,9 +145,14 @@ Expected<void> check_axes(const GroupPlan& plan, std::int64_t total) {
     return fail(Code::unsupported, "group {}: two prefill parts overlap", target.name);
   auto window = counting_window(plan, total);
   if (!window) return tl::unexpected(window.error());
-  std::vector<StridedSet> token_targets;
-  token_targets.reserve(static_cast<std::size_t>(target.tokens.parts));
-  for (std::int32_t d = 0; d < target.tokens.parts; ++d) token_targets.push_back(target.tokens.part(d, total));
+  const auto token_sources = token_parts(source, total), token_targets = token_parts(target, total);
+  const bool same_layers = source.layers == target.layers;
+  if (auto ok =
+          check_inside(plan, "layers", plan.layers, same_layers ? source.layer_parts : source_layers(plan), target.layer_parts);
+      !ok)
+    return ok;
+  if (auto ok = check_inside(plan, "heads", plan.heads, source.head_parts, target.head_parts); !ok) return ok;
+  if (auto ok = check_inside(plan, "tokens", plan.tokens, token_sources, token_targets); !ok) return ok;
   const Window layers{0, static_cast<std::int64_t>(target.layers.size())}, heads{0, target.heads};
   const auto size = [](const std::vector<StridedSet>& parts) { return static_cast<std::int64_t>(parts.size()); };
   const std::int64_t token_rows = source.tokens.rule == TokenRule::value ? 1 : source.tokens.parts;

@@ -1,4 +1,5 @@
 // bench.cc: `kvloom bench`: the table of ratios, each measured against its own yardstick in the same run.  Stage: tools.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>

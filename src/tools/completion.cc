@@ -1,5 +1,6 @@
 // completion.cc: `kvloom completion bash|zsh|fish`: a script for the shell.  Stage: tools.
 // Made from the same descriptions as the help, so it is never stale.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <string_view>

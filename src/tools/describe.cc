@@ -1,4 +1,5 @@
 // describe.cc: `kvloom describe`: what each rank holds.  Stage: tools.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <utility>

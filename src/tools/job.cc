@@ -1,5 +1,6 @@
 #include "kvloom/tools/job.h"
 
+#include <CLI/CLI.hpp>
 #include <utility>
 
 #include "kvloom/geometry/model_config.h"

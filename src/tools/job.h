@@ -1,7 +1,6 @@
 // job.h: the words that describe, plan and run share, and what they mean: a model and its two sides.  Stage: tools.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -11,6 +10,10 @@
 #include "kvloom/geometry/cache_shape.h"
 #include "kvloom/geometry/side.h"
 #include "kvloom/plan/plan.h"
+
+namespace CLI {
+class App;
+}
 
 namespace kvloom {
 

@@ -3,6 +3,7 @@
 // KVLOOM_VERSION comes from the build.
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <cstring>

@@ -1,6 +1,7 @@
 // plan.cc: `kvloom plan`: which rank sends what to which, as a table, text, JSON, runs, reasons or a picture.  Stage: tools.
 #include "kvloom/plan/plan.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <charconv>

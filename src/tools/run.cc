@@ -1,4 +1,5 @@
 // run.cc: `kvloom run`: a real transfer between real processes, every byte checked.  Stage: tools.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>

@@ -135,15 +135,45 @@ class Family {
 
   Expected<json> read(Child& child) {
     auto message = child.channel.receive();
-    if (!message) {
-      const std::string how = epitaph(child);
-      const std::string name = child.name();
-      std::erase_if(children_, [&](const Child& c) { return c.pid == child.pid; });  // reaped: its pid is not ours any more
-      return fail(Scope::process, Code::unavailable, "{} {}", name, how);
+    if (!message) return tl::unexpected(gone(child));
+    if ((*message)["say"] == "error") {
+      const Error said{Code::unavailable, Scope::process,
+                       fmt::format("{}: {}", child.name(), (*message)["why"].get<std::string>())};
+      return tl::unexpected(cause_of(said, child.pid));
     }
-    if ((*message)["say"] == "error")
-      return fail(Scope::process, Code::unavailable, "{}: {}", child.name(), (*message)["why"].get<std::string>());
     return message;
+  }
+
+  // What a rank complains of may be that another one is gone, and we may hear the complaint first. So all are listened to a moment longer:
+  // one that goes without a word is the cause.
+  Error cause_of(const Error& said, pid_t by) {
+    constexpr std::chrono::milliseconds kMoment(500);
+    std::vector<pid_t> spoken = {by};
+    const std::int64_t end = now_ns() + std::chrono::nanoseconds(kMoment).count();
+    for (std::int64_t left = end - now_ns(); left > 0 && spoken.size() < children_.size(); left = end - now_ns()) {
+      std::vector<pollfd> fds;
+      std::vector<Child*> open;
+      for (Child& child : children_)
+        if (std::find(spoken.begin(), spoken.end(), child.pid) == spoken.end()) {
+          fds.push_back({child.channel.fd(), POLLIN, 0});
+          open.push_back(&child);
+        }
+      if (::poll(fds.data(), fds.size(), static_cast<int>(left / 1'000'000) + 1) <= 0) break;
+      for (std::size_t i = 0; i < fds.size(); ++i) {
+        if (fds[i].revents == 0) continue;
+        const auto message = open[i]->channel.receive();
+        if (!message) return gone(*open[i]);
+        if ((*message)["say"] == "error") spoken.push_back(open[i]->pid);
+      }
+    }
+    return said;
+  }
+
+  // Buries a child whose channel is closed.
+  Error gone(const Child& child) {
+    const Error out{Code::unavailable, Scope::process, fmt::format("{} {}", child.name(), epitaph(child))};
+    std::erase_if(children_, [pid = child.pid](const Child& c) { return c.pid == pid; });  // reaped: its pid is not ours any more
+    return out;
   }
 
   // Sends `message` to each of `to` and gathers one answer from each, in their order.
@@ -208,6 +238,7 @@ class Family {
     covered_.clear();
     stage_bytes_ = 0;
     for (const Path& path : plan.paths()) stage_bytes_ += plan.bytes(path, job_.range()).value;
+    if (progress_) progress_(stage_name_, 0, stage_bytes_);
   }
 
   // All memory is there; addresses go to the prefill ranks, which connect.

@@ -4,7 +4,6 @@
 // nothing throws but CLI11 while it parses, and nothing exits but main.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -12,6 +11,12 @@
 #include <string>
 
 #include "kvloom/base/error.h"
+
+// CLI11 is one large header, compiled anew by each file that includes it: the files of verbs do, nobody else.
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
 
 namespace kvloom {
 

@@ -10,7 +10,8 @@ KVLOOM = os.environ.get("KVLOOM_CLI", "build/kvloom")
 SOURCE = pathlib.Path(os.environ.get("KVLOOM_SOURCE_DIR", pathlib.Path(__file__).resolve().parents[2]))
 
 # Small enough that every byte can be looked at. Sizes of planes: gqa k and v 16 x 2 B; mla 24 + 8 elements; dsa as mla with 1 byte an
-# element, and keys of 128 + scales of 4 B on the layers with an indexer; swa: layers 1 and 3 keep a window of 40 tokens.
+# element, and keys of 128 + scales of 4 B on the layers with an indexer; swa: layers 1 and 3 keep a window of 40 tokens;
+# ssm: layers 0 and 2 keep a state per request, in four groups of 8 or 4 heads.
 MODELS = {
     "gqa": {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "dtype": "bfloat16"},
     "gqa8": {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4, "dtype": "bfloat16"},
@@ -19,6 +20,9 @@ MODELS = {
             "index_n_heads": 2, "index_topk": 64, "indexer_types": ["full", "shared", "full", "shared", "shared"]},
     "swa": {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "dtype": "bfloat16",
             "sliding_window": 40, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "ssm": {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "torch_dtype": "bfloat16", "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hybrid_override_pattern": "M*M*", "mamba_num_heads": 8,
+            "mamba_head_dim": 4, "n_groups": 4, "ssm_state_size": 4, "conv_kernel": 4, "mamba_ssm_cache_dtype": "float32"},
 }
 
 

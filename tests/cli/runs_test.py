@@ -45,11 +45,12 @@ class Words:
             last = last and cp == self.cp - 1
         return [i for i in ids if begin <= i < end or (last and i >= model_layers)]
 
-    def heads(self, rank, heads):
+    def heads(self, rank, heads, state):
         tp, _, _ = self.place(rank)
-        slices = self.tp // self.dcp
+        turns = 1 if state else self.dcp  # ranks that take turns at the tokens of the same heads
+        slices = self.tp // turns
         parts = min(slices, heads)
-        part = tp // self.dcp // (slices // parts)
+        part = tp // turns // (slices // parts)
         return list(range(part * heads // parts, (part + 1) * heads // parts))
 
     def place_of_token(self, rank, token, total, table):
@@ -106,6 +107,9 @@ class Runs(unittest.TestCase):
         rng = random.Random(f"{side} {seed}")
         needed, out = -(-total // words.page) + 1, {}
         for group in groups:
+            if group["kind"] == "state":  # one slot a request
+                out[group["name"]] = {str(rank): [rng.randrange(9)] for rank in range(words.ranks)}
+                continue
             def pages():
                 pool = needed + 5 + (-(needed + 5)) % words.dcp
                 return rng.sample(range(pool), needed)
@@ -121,12 +125,13 @@ class Runs(unittest.TestCase):
             table = tables[group["name"]]
             table = table if isinstance(table, list) else table[str(rank)]
             at = out[rank] = {}
-            heads = words.heads(rank, group["heads"])
-            for token in range(total):
-                place = words.place_of_token(rank, token, total, table)
+            state = group["kind"] == "state"
+            heads = words.heads(rank, group["heads"], state)
+            for token in range(1 if state else total):
+                place = (0, 0) if state else words.place_of_token(rank, token, total, table)
                 if place is None:
                     continue
-                base = words.physical(table[place[0]]) * numbers["page_stride"]
+                base = (table[0] if state else words.physical(table[place[0]])) * numbers["page_stride"]
                 for local, head in enumerate(heads):
                     for plane in numbers["planes"]:
                         for x, offset in enumerate(plane_bytes(plane, place[1], local)):
@@ -162,6 +167,8 @@ class Runs(unittest.TestCase):
             source = self.addresses(prefill, "prefill", group, tables["prefill"], total)
             target = self.addresses(decode, "decode", group, tables["decode"], total)
             first = max(prefix, total - group["window"]["tokens"]) if "window" in group else prefix
+            if group["kind"] == "state":
+                first = 0  # it stands for all tokens before it, whatever prefix the target has
             for rank, layer in itertools.product(range(decode.ranks), group["layers"]):
                 holds = layer in decode.layers(rank, model_layers, group["layers"])
                 wanted = {at: what for what, at in target[rank].items() if what[0] >= first} if holds else {}
@@ -225,6 +232,11 @@ class Runs(unittest.TestCase):
 
     def test_a_sliding_window_moves_only_its_tokens(self):
         self.check("swa", Words("tp=2,page=16", tp=2, page=16), Words("tp=1,page=32", page=32), 100, 10)
+
+    def test_states_per_request_go_by_heads_of_all_tp_ranks(self):
+        self.check("ssm", Words("tp=2,page=16", tp=2, page=16), Words("tp=4,dcp=2,page=16", tp=4, dcp=2, page=16), 70, 20)
+        self.check("ssm", Words("tp=8,page=16", tp=8, page=16), Words("tp=1,page=16", page=16), 40)
+        self.check("ssm", Words("pp=2", pp=2), Words("tp=2", tp=2), 40)
 
     def test_random_tables_are_the_same_for_a_seed(self):
         words = ["plan", "--model", self.models.path("mla.json"), "--prefill", "cp=2:layers", "--decode", "dcp=2", "--tokens", 500, "--runs"]

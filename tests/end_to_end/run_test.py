@@ -159,14 +159,22 @@ class Endings(unittest.TestCase):
     def test_a_decode_rank_is_killed_while_it_checks(self):
         self.assertIn("decode rank 0 was killed by signal 9", self.kill_rank(8, "checking every byte"))
 
+    # Bytes move from the first word of the bar on; checking takes much longer, so whenever the signal arrives the run is not over.
+    def test_a_prefill_rank_is_killed_while_bytes_move(self):
+        self.assertIn("prefill rank 5 was killed by signal 9", self.kill_rank(5, "kvloom ["))
+
+    def test_a_decode_rank_is_killed_while_bytes_move(self):
+        self.assertIn("decode rank 2 was killed by signal 9", self.kill_rank(10, "kvloom ["))
+
     def test_the_first_process_is_killed(self):
-        started = self.start()
-        started.until("filling the caches")
-        started.process.kill()
-        self.assertEqual(started.end(), -signal.SIGKILL)
+        for phase in ("filling the caches", "kvloom [", "checking every byte"):
+            started = self.start()
+            started.until(phase)
+            started.process.kill()
+            self.assertEqual(started.end(), -signal.SIGKILL)
 
     def test_ctrl_c(self):
-        for phase in ("filling the caches", "checking every byte"):
+        for phase in ("filling the caches", "kvloom [", "checking every byte"):
             started = self.start()
             started.until(phase)
             started.process.send_signal(signal.SIGINT)

@@ -52,7 +52,7 @@ inline CacheShape hybrid() {
 inline CacheShape stateful() {
   return made("stateful", 4,
               {{"kv", GroupKind::paged, {LayerId(1), LayerId(3)}, 2, {{"k", 2, 1}, {"v", 2, 1}}, {}, {}},
-               {"ssm", GroupKind::state, {LayerId(0), LayerId(2)}, 8, {{"conv", 1, 1}, {"ssm", 3, 1}}, {}, {}}});
+               {"ssm", GroupKind::state, {LayerId(0), LayerId(2)}, 24, {{"conv", 1, 1}, {"ssm", 3, 1}}, {}, {}}});
 }
 
 // Three layers and a draft layer behind them.
@@ -65,7 +65,7 @@ inline CacheShape drafted() {
 
 inline std::vector<CacheShape> all() { return {mla(), gqa(8), gqa(2), dsa(), hybrid(), stateful(), drafted()}; }
 
-// Fits every shape above: heads are 1, 2 or 8. `page` stands in for what the words leave out.
+// Fits every shape above: heads are 1, 2 or 8, of states 24. `page` stands in for what the words leave out.
 inline const std::vector<std::string>& words() {
   static const std::vector<std::string> list = {"tp=1",
                                                 "tp=2",
