@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# fuzz.sh SECONDS: builds every tests/fuzz/*_fuzz.cc with libFuzzer and runs them for SECONDS in all, in equal parts.
+# fuzz.sh SECONDS: builds every tests/fuzz/*_fuzz.cc with libFuzzer and runs them for SECONDS of processor time in all, in equal parts,
+# as many at once as there are processors.
 # Seeds are read from tests/fuzz/corpus/<name>/; what is found anew goes to build-fuzz/corpus/<name>/.
 # Prints a closing line `N passed, M failed`, one per target.
 set -euo pipefail
@@ -30,8 +31,23 @@ fuzz() { # NAME SECONDS
   fi
 }
 
-for source in "${sources[@]}"; do
-  name="$(basename "$source" .cc)"
-  step "$name, $((seconds / ${#sources[@]})) s" fuzz "$name" "$((seconds / ${#sources[@]}))" || true
+mkdir -p build-fuzz/fuzz
+share=$((seconds / ${#sources[@]}))
+ended() { # PID NAME
+  local status=0
+  wait "$1" || status=$?
+  cat "build-fuzz/fuzz/$2.said"
+  return "$status"
+}
+for ((first = 0; first < ${#sources[@]}; first += jobs)); do
+  declare -A running=()
+  for source in "${sources[@]:first:jobs}"; do
+    name="$(basename "$source" .cc)"
+    fuzz "$name" "$share" >"build-fuzz/fuzz/$name.said" 2>&1 &
+    running[$name]=$!
+  done
+  for name in "${!running[@]}"; do
+    step "$name, $share s" ended "${running[$name]}" "$name" || true
+  done
 done
 close_count
