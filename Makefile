@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test check bench mutants format clean
 
 help: ## Say what there is
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -16,8 +16,11 @@ check: ## The inner loop: build what changed and run the quick tests (FOLDERS="p
 bench: ## Build a release, run the benchmarks, print the table of ratios
 	@scripts/bench.sh
 
+mutants: ## Break the session layer in each way of tests/mutants: the simulator has to see it
+	@scripts/mutants.sh
+
 format: ## Format our C++ files
 	@scripts/format.sh
 
 clean: ## Remove what was built
-	@rm -rf build build-asan build-debug build-fuzz build-tsan plan.html
+	@rm -rf build build-asan build-debug build-fuzz build-mutants build-tsan plan.html

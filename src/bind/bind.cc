@@ -356,7 +356,7 @@ class Binder {
   Binder(const Plan& plan, const Path& path, const PageTable& source, const PageTable& target)
       : plan_(plan), path_(path), group_(plan.groups()[static_cast<std::size_t>(path.group)]), source_(source), target_(target) {}
 
-  Expected<BoundPath> run(TokenRange range) {
+  Expected<BoundPath> run(TokenRange range, TokenRange chunk) {
     if (range.begin < 0 || range.end < range.begin || range.end == kUnbounded)
       return fail(Code::invalid_argument, "token range [{}, {}): the prefix must be 0 or more and not beyond the tokens",
                   range.begin, range.end);
@@ -376,7 +376,9 @@ class Binder {
     };
     out_.heads_ = {path_.heads.start() - first_head(*group_.source, from), path_.heads.start() - first_head(*group_.target, to),
                    path_.heads.size()};
-    if (auto ok = add_blocks(from, to, wanted(*group_.target, range)); !ok) return tl::unexpected(ok.error());
+    const TokenRange want = wanted(*group_.target, range);
+    const TokenRange part{std::max(want.begin, chunk.begin), std::min(want.end, chunk.end)};
+    if (auto ok = add_blocks(from, to, part); !ok) return tl::unexpected(ok.error());
     out_.bytes_ = Bytes(count_tokens() * path_.row_bytes);
     return std::move(out_);
   }
@@ -471,7 +473,12 @@ class Binder {
 };
 
 Expected<BoundPath> bind(const Plan& plan, const Path& path, const PageTable& source, const PageTable& target, TokenRange range) {
-  return Binder(plan, path, source, target).run(range);
+  return Binder(plan, path, source, target).run(range, {0, kUnbounded});
+}
+
+Expected<BoundPath> bind(const Plan& plan, const Path& path, const PageTable& source, const PageTable& target, TokenRange range,
+                         TokenRange chunk) {
+  return Binder(plan, path, source, target).run(range, chunk);
 }
 
 }  // namespace kvloom

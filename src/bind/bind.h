@@ -101,5 +101,9 @@ class BoundPath {
 //        invalid_argument: a pool whose pages of one plane reach into a plane that begins after them;
 //        overflow: a pool whose byte offsets do not fit 63 bits
 Expected<BoundPath> bind(const Plan& plan, const Path& path, const PageTable& source, const PageTable& target, TokenRange range);
+// What of it lies in `chunk`, for requests that go out piece by piece: chunks that cut wanted(group, range) without a gap move together what
+// the whole moves.  The tables only have to reach as far as the chunk does.  @pre chunk is in wanted(group, range)
+Expected<BoundPath> bind(const Plan& plan, const Path& path, const PageTable& source, const PageTable& target, TokenRange range,
+                         TokenRange chunk);
 
 }  // namespace kvloom

@@ -1,0 +1,172 @@
+#include "kvloom/session/source_book.h"
+
+#include <algorithm>
+
+namespace kvloom {
+
+void SourceBook::know(std::shared_ptr<const Plan> plan, const PlanDigest& digest) { plans_.emplace(digest, std::move(plan)); }
+
+Message SourceBook::failed(const TransferKey& key, Code code, std::string why) const {
+  if (why.size() > kMaxReason) why.resize(kMaxReason);
+  return Failed{key, rank_, code, std::move(why)};
+}
+
+Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>& actions) {
+  if (senders_.contains(job.key) || ended_.contains(job.key))
+    return fail(Code::invalid_argument, "transfer {} has been offered before: another attempt needs another epoch",
+                to_string(job.key));
+  const TransferKey key = job.key;
+  const auto at = senders_.emplace(key, Sender(std::move(job), now)).first;
+  if (const auto cancelled = cancelled_.find(key); cancelled != cancelled_.end())
+    for (const auto& [from, cancel] : std::vector(cancelled->second))
+      if (senders_.contains(key)) step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
+  const auto early = early_.find(key);
+  if (early == early_.end()) return {};
+  const std::vector<Early> grants = std::move(early->second);
+  early_.erase(early);
+  early_count_ -= grants.size();
+  for (const Early& grant : grants) {
+    if (!senders_.contains(key)) break;
+    step(at, Sender::Granted{grant.from, grant.grant, grant.plan, grant.until - grant.grant->time_left}, now, actions);
+  }
+  return {};
+}
+
+void SourceBook::tell(const TransferKey& key, const Sender::Event& event, Instant now, std::vector<Action>& actions) {
+  if (const auto at = senders_.find(key); at != senders_.end()) step(at, event, now, actions);
+}
+
+void SourceBook::step(std::map<TransferKey, Sender>::iterator at, const Sender::Event& event, Instant now,
+                      std::vector<Action>& actions) {
+  std::vector<Sender::Action> mine;
+  at->second.advance(event, now, mine, counts_);
+  const TransferKey& key = at->first;
+  for (Sender::Action& action : mine) {
+    if (const auto* accepted = std::get_if<Sender::SendAccepted>(&action))
+      actions.emplace_back(SendTo{accepted->to, Accepted{key, rank_}});
+    else if (const auto* failed_to = std::get_if<Sender::SendFailed>(&action))
+      actions.emplace_back(SendTo{failed_to->to, failed(key, failed_to->why.code, failed_to->why.message)});
+    else if (const auto* quiesced = std::get_if<Sender::SendQuiesced>(&action))
+      actions.emplace_back(SendTo{quiesced->to, Quiesced{key, rank_}});
+    else
+      actions.emplace_back(Keyed{key, std::move(action)});
+  }
+  if (!at->second.terminal()) return;
+  remember(key);
+  senders_.erase(at);
+}
+
+void SourceBook::remember(const TransferKey& key) {
+  ended_.insert(key);
+  ended_order_.push_back(key);
+  if (ended_order_.size() <= kRemembered) return;
+  ended_.erase(ended_order_.front());
+  ended_order_.pop_front();
+}
+
+void SourceBook::message(PartnerId from, const Message& message, Instant now, std::vector<Action>& actions) {
+  if (const auto* granted = std::get_if<Grant>(&message)) grant(from, *granted, now, actions);
+  if (const auto* cancelled = std::get_if<Cancel>(&message)) cancel(from, *cancelled, now, actions);
+  // What only sources say is nothing to a source.
+}
+
+void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vector<Action>& actions) {
+  const auto refuse = [&](Code code, std::string why) {
+    actions.emplace_back(SendTo{from, failed(grant.key, code, std::move(why))});
+  };
+  if (ended_.contains(grant.key)) return refuse(Code::unavailable, "this transfer is over here");
+  const auto plan = plans_.find(grant.digest);
+  if (plan == plans_.end()) return refuse(Code::unsupported, "the geometry is not known here: send it first");
+  if (grant.tables.size() != plan->second->groups().size() || grant.target.value >= plan->second->target().ranks())
+    return refuse(Code::invalid_argument,
+                  fmt::format("{} page tables of rank {} do not fit the plan", grant.tables.size(), grant.target.value));
+  for (const GrantTable& table : grant.tables)
+    if (const auto valid = PageTable::make(table.pages, table.pool_pages, PageTable::Use::target); !valid)
+      return refuse(valid.error().code, valid.error().message);
+  const auto kept = std::make_shared<const Grant>(grant);
+  if (const auto at = senders_.find(grant.key); at != senders_.end())
+    return step(at, Sender::Granted{from, kept, plan->second, now}, now, actions);
+  if (was_cancelled(from, grant)) {
+    actions.emplace_back(SendTo{from, Quiesced{grant.key, rank_}});
+    return;
+  }
+  std::vector<Early>& early = early_[grant.key];
+  for (const Early& before : early)
+    if (before.from == from && before.grant->target == grant.target) {
+      if (before.grant->tag != grant.tag)
+        return refuse(Code::invalid_argument,
+                      fmt::format("decode rank {} has granted this before, otherwise", grant.target.value));
+      // sent again
+      actions.emplace_back(SendTo{from, Accepted{grant.key, rank_}});
+      return;
+    }
+  if (early_count_ >= kEarly) {
+    if (early.empty()) early_.erase(grant.key);
+    return refuse(Code::exhausted, fmt::format("{} grants wait here for transfers that nobody has offered", early_count_));
+  }
+  early.push_back({from, kept, plan->second, now + grant.time_left});
+  ++early_count_;
+  actions.emplace_back(SendTo{from, Accepted{grant.key, rank_}});
+}
+
+void SourceBook::cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions) {
+  if (const auto at = senders_.find(cancel.key); at != senders_.end())
+    return step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
+  if (const auto early = early_.find(cancel.key); early != early_.end()) {
+    early_count_ -=
+        std::erase_if(early->second, [&](const Early& e) { return e.from == from && e.grant->target == cancel.target; });
+    if (early->second.empty()) early_.erase(early);
+  }
+  if (!ended_.contains(cancel.key)) {
+    auto& refused = cancelled_[cancel.key];
+    if (refused.empty()) cancelled_order_.push_back(cancel.key);
+    const bool known = std::any_of(refused.begin(), refused.end(),
+                                   [&](const auto& r) { return r.first == from && r.second.target == cancel.target; });
+    if (!known) refused.emplace_back(from, cancel);
+    if (cancelled_order_.size() > kRemembered) {
+      cancelled_.erase(cancelled_order_.front());
+      cancelled_order_.pop_front();
+    }
+  }
+  actions.emplace_back(SendTo{from, Quiesced{cancel.key, rank_}});
+}
+
+bool SourceBook::was_cancelled(PartnerId from, const Grant& grant) const {
+  const auto at = cancelled_.find(grant.key);
+  return at != cancelled_.end() && std::any_of(at->second.begin(), at->second.end(), [&](const auto& refused) {
+           return refused.first == from && refused.second.target == grant.target;
+         });
+}
+
+void SourceBook::gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions) {
+  for (auto early = early_.begin(); early != early_.end();) {
+    early_count_ -= std::erase_if(early->second, [&](const Early& e) { return e.from == partner; });
+    early = early->second.empty() ? early_.erase(early) : std::next(early);
+  }
+  for (auto at = senders_.begin(); at != senders_.end();) step(at++, Sender::Gone{partner, why}, now, actions);
+}
+
+void SourceBook::time(Instant now, std::vector<Action>& actions) {
+  for (auto early = early_.begin(); early != early_.end();) {
+    early_count_ -= std::erase_if(early->second, [&](const Early& e) {
+      if (now < e.until) return false;
+      actions.emplace_back(SendTo{e.from, failed(early->first, Code::deadline, "it was never offered here")});
+      return true;
+    });
+    early = early->second.empty() ? early_.erase(early) : std::next(early);
+  }
+  for (auto at = senders_.begin(); at != senders_.end();) {
+    const auto here = at++;
+    if (here->second.deadline() <= now) step(here, Sender::Time{}, now, actions);
+  }
+}
+
+Instant SourceBook::deadline() const {
+  Instant out = kNever;
+  for (const auto& [key, sender] : senders_) out = std::min(out, sender.deadline());
+  for (const auto& [key, grants] : early_)
+    for (const Early& grant : grants) out = std::min(out, grant.until);
+  return out;
+}
+
+}  // namespace kvloom

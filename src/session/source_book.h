@@ -1,0 +1,79 @@
+// source_book.h: all transfers of one source rank: which event is for which Sender, what to do with grants that come before the engine has
+// offered anything, and what to answer about transfers that are over.  Stage: stream.  Pure, as its senders are.
+// Bounded: at most kEarly grants wait for an offer, each as long as it gave time; the last kRemembered transfers that ended are remembered, so
+// that a late grant or cancel of theirs is answered and never served.
+// Thread: whoever calls.  Time: passed in.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <variant>
+#include <vector>
+
+#include "kvloom/session/sender.h"
+
+namespace kvloom {
+
+struct SendTo {
+  PartnerId to;
+  Message message;
+};
+
+class SourceBook {
+ public:
+  static constexpr std::size_t kEarly = 4096;
+  static constexpr std::size_t kRemembered = 65536;
+
+  struct Keyed {
+    TransferKey key;
+    Sender::Action action;  // but SendAccepted, SendFailed and SendQuiesced, which have become messages
+  };
+  using Action = std::variant<SendTo, Keyed>;
+
+  explicit SourceBook(Rank rank, EdgeCounts* counts = nullptr) : rank_(rank), counts_(counts) {}
+
+  // From now on grants may name this plan.  A plan is known once for each pair of geometries, however many partners use it.
+  void know(std::shared_ptr<const Plan> plan, const PlanDigest& digest);
+
+  // The engine is going to compute this transfer's cache.  @error invalid_argument: the key is in use, or has been
+  Expected<void> offer(SenderJob job, Instant now, std::vector<Action>& actions);
+  // An event of one transfer; of one that is over: nothing.
+  void tell(const TransferKey& key, const Sender::Event& event, Instant now, std::vector<Action>& actions);
+  void message(PartnerId from, const Message& message, Instant now, std::vector<Action>& actions);
+  void gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions);
+  void time(Instant now, std::vector<Action>& actions);
+
+  Instant deadline() const;
+  std::size_t open() const { return senders_.size(); }
+  std::size_t early() const { return early_count_; }
+
+ private:
+  struct Early {
+    PartnerId from;
+    std::shared_ptr<const Grant> grant;
+    std::shared_ptr<const Plan> plan;
+    Instant until;
+  };
+  void step(std::map<TransferKey, Sender>::iterator at, const Sender::Event& event, Instant now, std::vector<Action>& actions);
+  void grant(PartnerId from, const Grant& grant, Instant now, std::vector<Action>& actions);
+  void cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions);
+  void remember(const TransferKey& key);
+  bool was_cancelled(PartnerId from, const Grant& grant) const;
+  Message failed(const TransferKey& key, Code code, std::string why) const;
+
+  Rank rank_;
+  EdgeCounts* counts_;
+  std::map<PlanDigest, std::shared_ptr<const Plan>> plans_;
+  std::map<TransferKey, Sender> senders_;
+  std::map<TransferKey, std::vector<Early>> early_;
+  std::size_t early_count_ = 0;
+  std::set<TransferKey> ended_;
+  std::deque<TransferKey> ended_order_;
+  // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life.
+  std::map<TransferKey, std::vector<std::pair<PartnerId, Cancel>>> cancelled_;
+  std::deque<TransferKey> cancelled_order_;
+};
+
+}  // namespace kvloom
