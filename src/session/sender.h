@@ -191,7 +191,7 @@ class Sender {
   std::map<SendId, OpenPost> posts_;
   std::set<LayerId> kept_;  // our layers that are not released yet
   std::uint64_t next_post_ = 1;
-  Instant end_by_, grace_end_ = kNever, timer_ = kNever;
+  Instant end_by_, timer_ = kNever;
   std::optional<Outcome> outcome_;  // of what went wrong first
   Error why_;
 

@@ -18,8 +18,9 @@ CacheGroup group_of(std::string name, std::vector<LayerId> layers, std::int32_t 
   return {std::move(name), kind, std::move(layers), heads, std::move(planes), window, ""};
 }
 
-std::vector<LayerId> layers(std::vector<std::int32_t> ids) {
+std::vector<LayerId> layers(const std::vector<std::int32_t>& ids) {
   std::vector<LayerId> out;
+  out.reserve(ids.size());
   for (const std::int32_t id : ids) out.emplace_back(id);
   return out;
 }
@@ -448,7 +449,7 @@ void World::rank_over(std::size_t r, std::int64_t attempt) {
   Request& request = requests_[r];
   if (attempt != request.attempts - 1) return;
   ++request.over;
-  const std::size_t ranks = static_cast<std::size_t>(clusters_[0].side->ranks() + clusters_[request.decode].side->ranks());
+  const std::int32_t ranks = clusters_[0].side->ranks() + clusters_[request.decode].side->ranks();
   if (request.over == ranks && !request.all_landed && request.attempts < 2)
     at(now_ + random_.between(0, 5) * kMilli, [this, r] { begin_attempt(r); });
 }

@@ -59,7 +59,7 @@ struct World::Request {
   std::int64_t tokens = 0, prefix = 0, hit = 0, chunk = 0;
   std::int64_t begins = 0;
   std::int64_t attempts = 0;
-  std::size_t over = 0;  // ranks of the attempt that have released
+  std::int32_t over = 0;  // ranks of the attempt that have released
   bool all_landed = true, payload = false;
 };
 
