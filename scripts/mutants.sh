@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 schedules="${1:-10000}"
 
-scripts/install_packages.sh build
+scripts/install_packages.sh mutants
 copy=build-mutants/tree
 rm -rf "$copy"
 mkdir -p "$copy"

@@ -155,8 +155,7 @@ void Receiver::advance(const Event& event, Instant now, std::vector<Action>& act
   const State from = state_;
   now_ = now;
   actions_ = &actions;
-  counts_ = counts;
-  on_ = static_cast<On>(event.index());
+  const On on = static_cast<On>(event.index());
   const auto source_of_event = [&]() -> Source* {
     return std::visit(
         [&](const auto& what) -> Source* {
@@ -168,13 +167,13 @@ void Receiver::advance(const Event& event, Instant now, std::vector<Action>& act
         event);
   };
   Source* const source = source_of_event();
-  const bool about_a_source = on_ != On::begin && on_ != On::cancel && on_ != On::time;
+  const bool about_a_source = on != On::begin && on != On::cancel && on != On::time;
   if (about_a_source && source == nullptr) return;  // not one that we granted
   const auto failed = [&](const Error& why) {
     if (state_ == State::open)
       end(Outcome::failed, {why.code, Scope::transfer, fmt::format("prefill rank {}: {}", source->rank.value, why.message)});
   };
-  switch (on_) {
+  switch (on) {
     case On::begin: begin(); break;
     case On::accepted: source->accepted = true; break;
     case On::progress: progress(*source, std::get<SourceProgress>(event).progress); break;
@@ -210,7 +209,7 @@ void Receiver::advance(const Event& event, Instant now, std::vector<Action>& act
   timer_ = released_
                ? kNever
                : std::min({resend_at_, state_ == State::open ? end_by_ : kNever, state_ == State::ending ? grace_end_ : kNever});
-  count_edge(edges(), from, on_, state_, counts);
+  count_edge(edges(), from, on, state_, counts);
 }
 
 void Receiver::begin() {

@@ -153,10 +153,8 @@ class Receiver {
   bool ended_ = false, released_ = false;
 
   // Of the call that is running.
-  On on_ = On::begin;
   Instant now_{};
   std::vector<Action>* actions_ = nullptr;
-  EdgeCounts* counts_ = nullptr;
 };
 
 const char* to_string(Receiver::State state);

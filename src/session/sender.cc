@@ -184,7 +184,7 @@ void Sender::posted(const Posted& event) {
   link.in_flight -= post.bytes;
   --link.posts;
   for (const LayerId layer : post.layers) --link.reading[layer];
-  if (!event.delivered && link.at == Link::At::open) return stop(post.target, link, event.delivered.error(), true);
+  if (!event.delivered && link.at == Link::At::open) return stop(link, event.delivered.error(), true);
   link.last_delivered = link.last_delivered || post.last;
   if (link.at == Link::At::open && link.last_delivered && link.posts == 0) link.at = Link::At::done;
   if (link.at == Link::At::stopping && link.posts == 0) stopped(link);
@@ -205,16 +205,14 @@ void Sender::cancel_from(const CancelFrom& event) {
   }
   link.quiesce = true;
   if (link.at == Link::At::open)
-    stop(event.target, link, {Code::cancelled, Scope::transfer, fmt::format("decode rank {}: {}", event.target.value, event.why)},
-         false);
+    stop(link, {Code::cancelled, Scope::transfer, fmt::format("decode rank {}: {}", event.target.value, event.why)}, false);
 }
 
 void Sender::gone(const Gone& event) {
   for (auto& [target, link] : links_) {
     if (link.partner != event.partner) continue;
     if (link.at == Link::At::open)
-      stop(target, link, {event.why.code, Scope::transfer, fmt::format("decode rank {}: {}", target.value, event.why.message)},
-           false);
+      stop(link, {event.why.code, Scope::transfer, fmt::format("decode rank {}: {}", target.value, event.why.message)}, false);
     if (link.at == Link::At::stopping && link.fence_at != kNever) {
       link.fence_at = kNever;
       actions_->emplace_back(FenceOff{link.partner});
@@ -227,8 +225,7 @@ void Sender::time() {
     fail_all(Outcome::failed, {Code::deadline, Scope::transfer, fmt::format("time is up; {}", missing())});
   for (auto& [target, link] : links_) {
     if (link.at == Link::At::open && now_ >= link.end_by)
-      stop(target, link, {Code::deadline, Scope::transfer, fmt::format("the time that decode rank {} gave is up", target.value)},
-           true);
+      stop(link, {Code::deadline, Scope::transfer, fmt::format("the time that decode rank {} gave is up", target.value)}, true);
     if (link.at == Link::At::stopping && now_ >= link.fence_at) {
       link.fence_at = kNever;
       actions_->emplace_back(FenceOff{link.partner});
@@ -320,7 +317,7 @@ void Sender::pump(Rank target, Link& link) {
 // ---- the end ----
 
 // `tell`: its target does not know yet.
-void Sender::stop(Rank, Link& link, const Error& why, bool tell) {
+void Sender::stop(Link& link, const Error& why, bool tell) {
   link.at = Link::At::stopping;
   link.why = why;
   link.unposted.clear();
@@ -346,7 +343,7 @@ void Sender::fail_all(Outcome outcome, const Error& why) {
   }
   state_ = State::ending;
   for (auto& [target, link] : links_)
-    if (link.at == Link::At::open) stop(target, link, why, true);
+    if (link.at == Link::At::open) stop(link, why, true);
 }
 
 // Nothing of ours will be read for this target any more, and it will not ask again.

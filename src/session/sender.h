@@ -166,7 +166,7 @@ class Sender {
   void cancel_from(const CancelFrom& event);
   void gone(const Gone& event);
   void time();
-  void stop(Rank target, Link& link, const Error& why, bool tell);
+  void stop(Link& link, const Error& why, bool tell);
   void fail_all(Outcome outcome, const Error& why);
   void pump(Rank target, Link& link);
   std::vector<PostPart> gather(const Link& link, Bytes room, Bytes& bytes) const;

@@ -27,7 +27,7 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
   early_count_ -= grants.size();
   for (const Early& grant : grants) {
     if (!senders_.contains(key)) break;
-    step(at, Sender::Granted{grant.from, grant.grant, grant.plan, grant.until - grant.grant->time_left}, now, actions);
+    step(at, Sender::Granted{grant.from, grant.grant, grant.plan, grant.arrived}, now, actions);
   }
   return {};
 }
@@ -104,7 +104,7 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
     if (early.empty()) early_.erase(grant.key);
     return refuse(Code::exhausted, fmt::format("{} grants wait here for transfers that nobody has offered", early_count_));
   }
-  early.push_back({from, kept, plan->second, now + grant.time_left});
+  early.push_back({from, kept, plan->second, now});
   ++early_count_;
   actions.emplace_back(SendTo{from, Accepted{grant.key, rank_}});
 }
@@ -149,7 +149,7 @@ void SourceBook::gone(PartnerId partner, const Error& why, Instant now, std::vec
 void SourceBook::time(Instant now, std::vector<Action>& actions) {
   for (auto early = early_.begin(); early != early_.end();) {
     early_count_ -= std::erase_if(early->second, [&](const Early& e) {
-      if (now < e.until) return false;
+      if (now < e.until()) return false;
       actions.emplace_back(SendTo{e.from, failed(early->first, Code::deadline, "it was never offered here")});
       return true;
     });
@@ -165,7 +165,7 @@ Instant SourceBook::deadline() const {
   Instant out = kNever;
   for (const auto& [key, sender] : senders_) out = std::min(out, sender.deadline());
   for (const auto& [key, grants] : early_)
-    for (const Early& grant : grants) out = std::min(out, grant.until);
+    for (const Early& grant : grants) out = std::min(out, grant.until());
   return out;
 }
 

@@ -54,7 +54,8 @@ class SourceBook {
     PartnerId from;
     std::shared_ptr<const Grant> grant;
     std::shared_ptr<const Plan> plan;
-    Instant until;
+    Instant arrived;
+    Instant until() const { return arrived + grant->time_left; }
   };
   void step(std::map<TransferKey, Sender>::iterator at, const Sender::Event& event, Instant now, std::vector<Action>& actions);
   void grant(PartnerId from, const Grant& grant, Instant now, std::vector<Action>& actions);

@@ -9,7 +9,6 @@
 namespace kvloom::sim {
 namespace {
 
-constexpr std::int64_t kMicro = 1000, kMilli = 1000 * kMicro;
 constexpr std::int64_t kPage = 4;
 constexpr std::uint64_t kMostEvents = 200'000;
 
@@ -51,6 +50,10 @@ constexpr std::array kPrefill = {"tp=1",        "tp=2",         "cp=2:layers",  
                                  "cp=2:zigzag", "cp=2:blocked", "cp=2:interleave=2", "dcp=2:value", "tp=2,dcp=2"};
 constexpr std::array kDecode = {"tp=1",        "tp=2",        "dcp=2",       "dcp=2:stripe=1", "dcp=2:stripe=2",
                                 "dcp=2:value", "tp=2,page=8", "tp=1,page=2", "tp=4,dcp=2"};
+
+TransferKey key_of(std::size_t request, std::int64_t attempt) {
+  return {fmt::format("req-{}", request), Epoch(static_cast<std::uint64_t>(attempt))};
+}
 
 }  // namespace
 
@@ -158,16 +161,21 @@ void World::draw_requests() {
   for (Cluster& cluster : clusters_)
     for (std::size_t g = 0; g < cluster.side->groups().size(); ++g) {
       const GroupSide& group = cluster.side->groups()[g];
-      std::int64_t columns = 2;
-      for (const Request& request : requests_)
-        columns += group.kind == GroupKind::state ? 1 : ceil_div(request.tokens, group.layout.page_tokens()) + 1;
-      columns = ceil_div(columns, group.tokens.parts) * group.tokens.parts;
+      const std::int64_t columns = ceil_div(pool_pages(group), group.tokens.parts) * group.tokens.parts;
       const bool value = group.tokens.rule == TokenRule::value;
       cluster.one_allocator = cluster.one_allocator || value;
       cluster.shared.push_back(value ? std::make_shared<Pool>(columns, random_) : nullptr);
     }
   for (Node& node : nodes_) start(node);
   for (std::size_t r = 0; r < requests_.size(); ++r) at(requests_[r].begins, [this, r] { begin_attempt(r); });
+}
+
+// Pages that hold all requests at once, and a little more.
+std::int64_t World::pool_pages(const GroupSide& group) const {
+  std::int64_t pages = 2;
+  for (const Request& request : requests_)
+    pages += group.kind == GroupKind::state ? 1 : ceil_div(request.tokens, group.layout.page_tokens()) + 1;
+  return pages;
 }
 
 // A process comes to life, with empty pools and a new name.
@@ -183,11 +191,8 @@ void World::start(Node& node) {
   node.was_frozen = false;
   std::vector<std::shared_ptr<Pool>> pools;
   for (std::size_t g = 0; g < cluster.side->groups().size(); ++g) {
-    const GroupSide& group = cluster.side->groups()[g];
-    std::int64_t columns = 2;
-    for (const Request& request : requests_)
-      columns += group.kind == GroupKind::state ? 1 : ceil_div(request.tokens, group.layout.page_tokens()) + 1;
-    pools.push_back(cluster.shared[g] != nullptr ? cluster.shared[g] : std::make_shared<Pool>(columns, random_));
+    const auto& shared = cluster.shared[g];
+    pools.push_back(shared != nullptr ? shared : std::make_shared<Pool>(pool_pages(cluster.side->groups()[g]), random_));
   }
   node.cache = std::make_unique<Cache>(cluster.side, node.rank, pools);
   node.from = node.source ? std::make_unique<SourceBook>(node.rank, &report_.sender_edges) : nullptr;
@@ -287,7 +292,7 @@ void World::begin_attempt(std::size_t r) {
   }
   const std::int64_t when = now_ + random_.between(0, 60) * kMilli;
   const bool cancelled = fault(FaultKind::cancelled), preempted = fault(FaultKind::preempted);
-  const TransferKey key{fmt::format("req-{}", r), Epoch(static_cast<std::uint64_t>(attempt))};
+  const TransferKey key = key_of(r, attempt);
   for (std::size_t n = 0; n < nodes_.size(); ++n) {
     if (nodes_[n].source && preempted)
       on(n, when + random_.between(0, 500) * kMicro, [this, n, key] {
@@ -314,25 +319,31 @@ void World::begin_attempt(std::size_t r) {
   }
 }
 
-void World::begin_target(std::size_t r, std::size_t n, std::int64_t number) {
-  Node& node = nodes_[n];
-  const Request& request = requests_[r];
-  const TransferKey key{fmt::format("req-{}", r), Epoch(static_cast<std::uint64_t>(number))};
+World::Attempt& World::new_attempt(Node& node, std::size_t r, std::int64_t number) {
+  const TransferKey key = key_of(r, number);
   Attempt& attempt = node.attempts[key];
   attempt.key = key;
   attempt.request = r;
   attempt.number = static_cast<std::int64_t>(r) * 8 + number;
-  attempt.plan = plans_[request.decode][r];
   attempt.begun = now_;
   attempt.time = random_.between(100, 400) * kMilli;
-  const auto sources = granted_sources(*attempt.plan, node.rank);
+  return attempt;
+}
+
+void World::begin_target(std::size_t r, std::size_t n, std::int64_t number) {
+  Node& node = nodes_[n];
+  const Request& request = requests_[r];
+  Attempt& attempt = new_attempt(node, r, number);
+  const TransferKey key = attempt.key;
+  const auto& plan = plans_[request.decode][r];
+  const auto sources = granted_sources(*plan, node.rank);
   attempt.gets_payload = std::find(sources.begin(), sources.end(), Rank(0)) != sources.end();
   take_pages(node, attempt, request.tokens);
   ReceiverJob job;
   job.key = key;
   job.rank = node.rank;
-  job.plan = attempt.plan;
-  job.digest = digests_.at(attempt.plan.get());
+  job.plan = plan;
+  job.digest = digests_.at(plan.get());
   job.range = {request.prefix, request.tokens};
   for (std::size_t g = 0; g < attempt.tables.size(); ++g) job.tables.push_back({attempt.tables[g], node.cache->pool(g).size()});
   for (std::int32_t s = 0; s < clusters_[0].side->ranks(); ++s)
@@ -349,14 +360,8 @@ void World::begin_target(std::size_t r, std::size_t n, std::int64_t number) {
 void World::begin_source(std::size_t r, std::size_t n, std::int64_t number) {
   Node& node = nodes_[n];
   const Request& request = requests_[r];
-  const TransferKey key{fmt::format("req-{}", r), Epoch(static_cast<std::uint64_t>(number))};
-  Attempt& attempt = node.attempts[key];
-  attempt.key = key;
-  attempt.request = r;
-  attempt.number = static_cast<std::int64_t>(r) * 8 + number;
-  attempt.plan = plans_[request.decode][r];
-  attempt.begun = now_;
-  attempt.time = random_.between(100, 400) * kMilli;
+  Attempt& attempt = new_attempt(node, r, number);
+  const TransferKey key = attempt.key;
   take_pages(node, attempt, 0);
   std::vector<SourceBook::Action> actions;
   SenderJob job{key, node.rank, std::chrono::nanoseconds(attempt.time), request.payload && node.rank == Rank(0), limits_};
@@ -373,8 +378,8 @@ void World::compute(std::size_t n, const TransferKey& key, std::int64_t begin, s
   if (found == node.attempts.end() || found->second.released) return;
   Attempt& attempt = found->second;
   const Request& request = requests_[attempt.request];
-  const std::int64_t end = begin == 0 ? std::min(request.tokens, std::max(request.hit, std::int64_t{0}) + request.chunk)
-                                      : std::min(request.tokens, begin + request.chunk);
+  const std::int64_t end =
+      begin == 0 ? std::min(request.tokens, request.hit + request.chunk) : std::min(request.tokens, begin + request.chunk);
   std::set<LayerId> ids;
   for (const GroupSide& group : clusters_[0].side->groups()) ids.insert(group.layers.begin(), group.layers.end());
   if (step == 0) take_pages(node, attempt, end);

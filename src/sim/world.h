@@ -78,7 +78,9 @@ class World {
   void build();
   void start(Node& node);
   void draw_requests();
+  std::int64_t pool_pages(const GroupSide& group) const;
   void begin_attempt(std::size_t request);
+  Attempt& new_attempt(Node& node, std::size_t request, std::int64_t number);
   void begin_target(std::size_t request, std::size_t node, std::int64_t attempt);
   void begin_source(std::size_t request, std::size_t node, std::int64_t attempt);
   void compute(std::size_t node, const TransferKey& key, std::int64_t chunk_begin, std::size_t layer);

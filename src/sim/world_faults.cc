@@ -6,11 +6,6 @@
 #include "kvloom/sim/world_parts.h"
 
 namespace kvloom::sim {
-namespace {
-
-constexpr std::int64_t kMicro = 1000, kMilli = 1000 * kMicro;
-
-}  // namespace
 
 // ---- network ----
 

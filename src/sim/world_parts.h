@@ -10,6 +10,8 @@
 
 namespace kvloom::sim {
 
+inline constexpr std::int64_t kMicro = 1000, kMilli = 1000 * kMicro;  // nanoseconds
+
 // What one rank's engine keeps of one attempt.
 struct World::Attempt {
   TransferKey key;
@@ -18,7 +20,6 @@ struct World::Attempt {
   std::vector<std::vector<PageId>> tables;  // [groups]
   std::vector<PageTable> bound;             // [groups], of a source: as far as it has grown
   std::set<LayerId> released_layers;
-  std::shared_ptr<const Plan> plan;
   std::int64_t begun = 0, time = 0;  // global; its time in local nanoseconds
   bool ended = false, released = false, landed = false;
   bool gets_payload = false;  // of a target: source rank 0 grants it

@@ -2,7 +2,7 @@
 #include "kvloom/sim/simulate.h"
 
 #include <CLI/CLI.hpp>
-#include <chrono>
+#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
