@@ -4,7 +4,7 @@ set(config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvloom")
 
 install(TARGETS kvloom EXPORT kvloomTargets ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/src/" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/kvloom"
-        FILES_MATCHING PATTERN "*.h" PATTERN "tools" EXCLUDE)
+        FILES_MATCHING PATTERN "*.h" PATTERN "tools" EXCLUDE PATTERN "flat_root.h" EXCLUDE)
 install(EXPORT kvloomTargets NAMESPACE kvloom:: DESTINATION "${config_dir}")
 configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/kvloomConfig.cmake.in" "${PROJECT_BINARY_DIR}/kvloomConfig.cmake"
                               INSTALL_DESTINATION "${config_dir}")

@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 
 build_packages=(g++ cmake make ninja-build ccache pkg-config libfmt-dev libexpected-dev libcli11-dev nlohmann-json3-dev libxxhash-dev
-  libflatbuffers-dev flatbuffers-compiler)
+  libflatbuffers-dev flatbuffers-compiler libzmq3-dev cppzmq-dev prometheus-cpp-dev)
 mutant_packages=("${build_packages[@]}" git patch)
 bench_packages=("${build_packages[@]}" libbenchmark-dev)
 test_packages=("${bench_packages[@]}" clang clang-format clang-tidy libclang-rt-14-dev libgtest-dev libgmock-dev librapidcheck-dev

@@ -93,13 +93,12 @@ std::string to_string(const Plan& plan) {
 
 std::string digest(const Plan& plan) { return text_digest(undigested(plan)); }
 
-Expected<Plan> compile_read(Side source, Side target, std::int64_t total) {
-  const std::int64_t pairs =
-      std::int64_t{source.ranks()} * target.ranks() * static_cast<std::int64_t>(std::max<std::size_t>(1, target.groups().size()));
-  if (pairs > kMaxReadPairs)
-    return fail(Code::exhausted, "a plan of {} x {} ranks and {} groups: at most {} pairs of ranks are read", source.ranks(),
-                target.ranks(), target.groups().size(), kMaxReadPairs);
-  return compile(std::make_shared<const Side>(std::move(source)), std::make_shared<const Side>(std::move(target)), total);
+Expected<Plan> compile_read(std::shared_ptr<const Side> source, std::shared_ptr<const Side> target, std::int64_t total) {
+  const auto groups = static_cast<std::int64_t>(std::max<std::size_t>(1, target->groups().size()));
+  if (std::int64_t{source->ranks()} * target->ranks() * groups > kMaxReadPairs)
+    return fail(Code::exhausted, "a plan of {} x {} ranks and {} groups: at most {} pairs of ranks are read", source->ranks(),
+                target->ranks(), target->groups().size(), kMaxReadPairs);
+  return compile(std::move(source), std::move(target), total);
 }
 
 Expected<Plan> parse_plan(std::string_view text) {
@@ -118,7 +117,7 @@ Expected<Plan> parse_plan(std::string_view text) {
   auto source = read_side({lines.begin() + 3, cut}), target = source ? read_side({cut + 1, end}) : source;
   if (!source) return tl::unexpected(source.error());
   if (!target) return tl::unexpected(target.error());
-  auto plan = compile_read(std::move(*source), std::move(*target), *total);
+  auto plan = compile_read(std::make_shared<const Side>(std::move(*source)), std::make_shared<const Side>(std::move(*target)), *total);
   if (!plan) {
     Error error = plan.error();
     error.message = fmt::format("line {}: the two sides make no plan: {}", lines[2].number, error.message);

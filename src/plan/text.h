@@ -13,6 +13,7 @@
 //   digest 0123456789abcdef0123456789abcdef of all lines before
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -31,6 +32,6 @@ Expected<Plan> parse_plan(std::string_view text);
 std::string digest(const Plan& plan);
 
 // compile() for sides that a peer gave: bounded before any work.  @error exhausted: over 2^17 (groups x pairs of ranks)
-Expected<Plan> compile_read(Side source, Side target, std::int64_t total);
+Expected<Plan> compile_read(std::shared_ptr<const Side> source, std::shared_ptr<const Side> target, std::int64_t total);
 
 }  // namespace kvloom

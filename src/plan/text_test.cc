@@ -282,7 +282,8 @@ TEST(PlanText, BoundsWhatItReadsBeforeItWorks) {
       says(parse_plan(replaced(text, "\npage 4\n", "\npage 1048576\n")), "over the limit of 1048576 for a side that is read"));
   EXPECT_TRUE(says(parse_plan(std::string(kMaxTextBytes + 1, 'a')), "at most 4194304 are read"));
   const Side many = side(shapes::dsa(), "cp=4096");
-  EXPECT_TRUE(says(compile_read(many, many, kUnbounded), "a plan of 4096 x 4096 ranks and 2 groups: at most 131072 pairs"));
+  EXPECT_TRUE(says(compile_read(std::make_shared<const Side>(many), std::make_shared<const Side>(many), kUnbounded),
+                   "a plan of 4096 x 4096 ranks and 2 groups: at most 131072 pairs"));
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 #include "kvloom/plan/wire.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "kvloom/base/flat_root.h"
 #include "kvloom/geometry/side_values.h"
 #include "kvloom/plan/plan_generated.h"
 #include "kvloom/plan/text.h"
@@ -11,6 +11,13 @@ namespace kvloom {
 namespace {
 
 using flatbuffers::Offset;
+
+constexpr const char* kSideIdentifier = "KVLG";
+
+constexpr FlatFormat format(const char* what, const char* identifier) {
+  constexpr std::size_t kMaxDepth = 8, kMaxTables = 2 * (2 + kMaxGroups * (2 + kMaxPlanes)) + 1;
+  return {what, identifier, kWireVersion, kMaxWireBytes, kMaxDepth, kMaxTables};
+}
 
 // ---- writing ----
 
@@ -28,6 +35,13 @@ std::vector<wire::LayerRun> layer_runs(const std::vector<LayerId>& layers) {
 
 class Writer {
  public:
+  std::vector<std::uint8_t> write(const Side& from) {
+    const SideValues values = values_of(from);
+    const auto only = side(values, shape(values));
+    builder_.Finish(wire::CreateSideRoot(builder_, kWireVersion, only), kSideIdentifier);
+    return flat_bytes(builder_);
+  }
+
   std::vector<std::uint8_t> write(const Plan& plan) {
     const SideValues source = values_of(plan.source()), target = values_of(plan.target());
     const auto source_shape = shape(source);
@@ -38,7 +52,7 @@ class Writer {
     const wire::Digest sum(std::stoull(text.substr(0, 16), nullptr, 16), std::stoull(text.substr(16), nullptr, 16));
     const std::int64_t total = plan.total() == kUnbounded ? 0 : plan.total();
     wire::FinishPlanBuffer(builder_, wire::CreatePlan(builder_, kWireVersion, total, from, to, &sum));
-    return {builder_.GetBufferPointer(), builder_.GetBufferPointer() + builder_.GetSize()};
+    return flat_bytes(builder_);
   }
 
  private:
@@ -117,19 +131,11 @@ Expected<CacheGroup> read_group(const wire::Group& from) {
   return fail(Code::parse, "group {}: window kind {} is unknown", group.name, static_cast<int>(from.window_kind()));
 }
 
-// A struct as a value: the verifier sees to it that its bytes are there, but not that they are aligned where it stands in a vector.
-template <class Struct>
-Struct copied(const void* from) {
-  Struct out;
-  std::memcpy(static_cast<void*>(&out), from, sizeof out);
-  return out;
-}
-
 std::optional<LayoutValues> read_layout(const wire::Layout& from, const CacheGroup& group) {
   if (from.planes() == nullptr) return std::nullopt;
   LayoutValues out{from.page_tokens(), from.page_stride(), {}};
   for (std::uint32_t i = 0; i < std::min<std::size_t>(from.planes()->size(), kMaxPlanes + 1); ++i) {
-    const auto place = copied<wire::PlanePlace>(from.planes()->Data() + i * sizeof(wire::PlanePlace));
+    const auto place = flat_copy<wire::PlanePlace>(from.planes()->Data() + i * sizeof(wire::PlanePlace));
     const PlaneShape plane = i < group.planes.size() ? group.planes[i] : PlaneShape{};  // one too many is refused by make_side
     out.planes.push_back({plane.name, place.offset(), place.token_stride(), place.head_stride(), plane.bytes,
                           place.content_stride(), plane.element_bytes});
@@ -155,38 +161,30 @@ Expected<Side> read_side(const wire::Side& from) {
   return make_side(values);
 }
 
-Expected<const wire::Plan*> verified(const std::vector<std::uint8_t>& bytes) {
-  constexpr std::size_t kLeast = 2 * sizeof(flatbuffers::uoffset_t);  // the root and the identifier
-  if (bytes.size() < kLeast || !wire::PlanBufferHasIdentifier(bytes.data()))
-    return fail(Code::parse, "{} B that do not begin as a plan does ('{}')", bytes.size(), wire::PlanIdentifier());
-  constexpr std::size_t kMaxDepth = 8, kMaxTables = 2 * (2 + kMaxGroups * (2 + kMaxPlanes)) + 1;
-  flatbuffers::Verifier verifier(bytes.data(), bytes.size(), kMaxDepth, kMaxTables);
-  if (!wire::VerifyPlanBuffer(verifier)) return fail(Code::parse, "a plan of {} B that is damaged or cut short", bytes.size());
-  return wire::GetPlan(bytes.data());
-}
-
 }  // namespace
 
 std::vector<std::uint8_t> encode(const Plan& plan) { return Writer().write(plan); }
 
+std::vector<std::uint8_t> encode_side(const Side& side) { return Writer().write(side); }
+
+Expected<Side> decode_side(std::span<const std::uint8_t> bytes) {
+  const auto wire = FlatRoot<wire::SideRoot>::make(bytes, format("geometry", kSideIdentifier));
+  if (!wire) return tl::unexpected(wire.error());
+  return read_side(*(*wire)->side());
+}
+
 Expected<Plan> decode(std::span<const std::uint8_t> bytes) {
-  if (bytes.size() > kMaxWireBytes)
-    return fail(Code::exhausted, "a plan of {} B: at most {} are read", bytes.size(), kMaxWireBytes);
-  const std::vector<std::uint8_t> aligned(bytes.begin(),
-                                          bytes.end());  // numbers are read in place; a peer's buffer may begin anywhere
-  const auto from = verified(aligned);
-  if (!from) return tl::unexpected(from.error());
-  const wire::Plan& wire = **from;
-  if (wire.version() != kWireVersion)
-    return fail(Code::unsupported, "a plan of version {}: this kvloom reads version {}", wire.version(), kWireVersion);
-  if (wire.total() < 0) return fail(Code::parse, "a plan for {} tokens", wire.total());
-  auto source = read_side(*wire.source());
+  const auto verified = FlatRoot<wire::Plan>::make(bytes, format("plan", wire::PlanIdentifier()));
+  if (!verified) return tl::unexpected(verified.error());
+  const auto& wire = *verified;
+  if (wire->total() < 0) return fail(Code::parse, "a plan for {} tokens", wire->total());
+  auto source = read_side(*wire->source());
   if (!source) return tl::unexpected(source.error());
-  auto target = read_side(*wire.target());
+  auto target = read_side(*wire->target());
   if (!target) return tl::unexpected(target.error());
-  auto plan = compile_read(std::move(*source), std::move(*target), wire.total() == 0 ? kUnbounded : wire.total());
+  auto plan = compile_read(std::make_shared<const Side>(std::move(*source)), std::make_shared<const Side>(std::move(*target)), wire->total() == 0 ? kUnbounded : wire->total());
   if (!plan) return plan;
-  const auto said = copied<wire::Digest>(wire.digest());
+  const auto said = flat_copy<wire::Digest>(wire->digest());
   const std::string sent = fmt::format("{:016x}{:016x}", said.high(), said.low()), made = digest(*plan);
   if (sent != made)
     return fail(Code::parse, "the plan's digest is {}, but its sides make {}: damaged, or made by another version", sent, made);

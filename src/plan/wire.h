@@ -24,4 +24,11 @@ std::vector<std::uint8_t> encode(const Plan& plan);
 //        version; exhausted: too much of anything; what compile and the factories refuse
 Expected<Plan> decode(std::span<const std::uint8_t> bytes);
 
+// One side alone, as bytes: what a rank tells of itself, once to each peer.
+// Law: decode_side(encode_side(side)) == side.
+// @pre as encode
+std::vector<std::uint8_t> encode_side(const Side& side);
+// @error as decode, but for the digest: there is none
+Expected<Side> decode_side(std::span<const std::uint8_t> bytes);
+
 }  // namespace kvloom

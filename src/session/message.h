@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -35,6 +36,13 @@ struct TransferKey {
 };
 std::string to_string(const TransferKey& key);  // "req-7#2"
 
+// A peer's words, as they may stand in a log: what would break its line or move a cursor prints as \x1b, and so does each character of
+// `also`, what would end a quotation.
+std::string printable(std::string_view words, std::string_view also = "\"\\");
+
+// A geometry that a target rank has told on its connection (connection.h).
+using GeometryId = Id<struct GeometryTag, std::uint32_t>;
+
 // 128 bits of a plan's text form: both sides mean the same plan, or the grant is refused (plan/text.h).
 struct PlanDigest {
   std::uint64_t high = 0, low = 0;
@@ -58,6 +66,7 @@ struct Grant {
   std::chrono::nanoseconds time_left{};
   Tag tag;                         // the credential; another one for each source
   std::vector<GrantTable> tables;  // [groups of the plan]
+  GeometryId geometry;             // where these pages are
   friend bool operator==(const Grant&, const Grant&) = default;
 };
 // Source to target: the grant is here, and will be served or answered with Failed.

@@ -1,5 +1,6 @@
 #include "kvloom/session/progress.h"
 
+#include <algorithm>
 #include <cassert>
 #include <limits>
 #include <type_traits>
@@ -58,6 +59,11 @@ Expected<Head> take_head(std::span<const std::byte>& from) {
 }
 
 }  // namespace
+
+std::size_t parts_that_fit(std::size_t payload, std::size_t most) {
+  const std::size_t taken = bytes_of(0, payload);
+  return most < taken ? 0 : std::min(kMaxParts, (most - taken) / kPartBytes);
+}
 
 std::vector<std::byte> encode_progress(const Progress& progress) {
   assert(progress.parts.size() <= kMaxParts && progress.payload.size() <= kMaxPayload);

@@ -31,6 +31,9 @@ struct Progress {
   friend bool operator==(const Progress&, const Progress&) = default;
 };
 
+// How many parts a notice of `most` bytes has room for beside a payload of `payload`: 0 if not even that fits.
+std::size_t parts_that_fit(std::size_t payload, std::size_t most);
+
 // @pre at most kMaxParts parts and kMaxPayload bytes of payload
 std::vector<std::byte> encode_progress(const Progress& progress);
 // @error parse: cut short, too long, counts over the limits, negative groups, layers or bytes, a payload without `last`; unsupported:

@@ -224,9 +224,9 @@ void Receiver::begin() {
 }
 
 Grant Receiver::grant(const Source& source) const {
-  return {job_.key,   job_.rank,      job_.digest,
-          job_.range, end_by_ - now_, Tag(job_.first_tag.value + static_cast<std::uint64_t>(source.rank.value)),
-          job_.tables};
+  return {job_.key,    job_.rank,      job_.digest,
+          job_.range,  end_by_ - now_, Tag(job_.first_tag.value + static_cast<std::uint64_t>(source.rank.value)),
+          job_.tables, job_.geometry};
 }
 
 void Receiver::progress(Source& source, const Progress& progress) {

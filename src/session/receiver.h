@@ -29,6 +29,7 @@ struct ReceiverJob {
   Rank rank;                         // ours
   std::shared_ptr<const Plan> plan;  // shared by all transfers between the two sides
   PlanDigest digest;                 // digest_of(*plan), worked out once for all of them
+  GeometryId geometry;               // ours, as the sources know it
   TokenRange range;                  // [prefix, total)
   std::vector<GrantTable> tables;    // [groups of the plan]
   std::vector<PartnerId> sources;    // [source ranks], each another one

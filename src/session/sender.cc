@@ -310,7 +310,7 @@ void Sender::pump(Rank target, Link& link) {
     ++link.posts;
     link.last_posted = last;
     actions_->emplace_back(Post{id, link.partner, target, link.grant, plan_, std::move(parts), last,
-                                last && payload_ ? *payload_ : std::vector<std::byte>()});
+                                last && payload_ ? *payload_ : std::vector<std::byte>(), bytes});
   }
 }
 

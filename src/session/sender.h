@@ -104,6 +104,7 @@ class Sender {
     std::vector<PostPart> parts;
     bool last = false;
     std::vector<std::byte> payload;  // only with last
+    Bytes bytes;                     // of all parts; rule `value`: at most
   };
   struct FenceOff {
     PartnerId partner;

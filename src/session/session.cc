@@ -1,5 +1,7 @@
 #include "kvloom/session/session.h"
 
+#include <algorithm>
+
 namespace kvloom {
 namespace {
 
@@ -16,6 +18,15 @@ bool has_any_path(const Plan& plan, Rank source) {
 }
 
 }  // namespace
+
+Bytes join_below(const Cost& cost) {
+  constexpr double kShare = 0.05;
+  constexpr std::int64_t kLeast = 4 << 10, kMost = 4 << 20;
+  if (cost.per_byte <= 0) return Bytes(kMost);
+  // A post is a write of a run or more, and a notice.
+  const double apart = 2 * cost.per_post + cost.per_run + cost.per_piece;
+  return Bytes(std::clamp(static_cast<std::int64_t>(apart / (kShare * cost.per_byte)), kLeast, kMost));
+}
 
 const char* to_string(Outcome outcome) {
   switch (outcome) {

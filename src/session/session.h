@@ -8,6 +8,7 @@
 #include "kvloom/base/error.h"
 #include "kvloom/base/units.h"
 #include "kvloom/plan/plan.h"
+#include "kvloom/transport/transport.h"
 
 namespace kvloom {
 
@@ -27,9 +28,13 @@ struct SessionLimits {
   std::chrono::nanoseconds grace =
       std::chrono::seconds(1);                 // for peers to fall silent by themselves, after a transfer has failed
   Bytes in_flight_per_path = Bytes(64 << 20);  // posted and not completed, to one target rank
-  Bytes join = Bytes(256 << 10);               // while posts are under way, smaller ones wait to be joined
+  Bytes join = Bytes(256 << 10);               // while posts are under way, smaller ones wait to be joined; endpoints: join_below
   int joining_posts = 2;                       // ... from this many on
 };
+
+// Posts of at least this many bytes go alone: what a post costs beside its bytes is a twentieth of them or less. Smaller ones wait while others
+// are under way, and join.
+Bytes join_below(const Cost& cost);
 
 // Which source ranks a target rank grants: those that have a path to it; and of those that have none to anybody, every n-th, so that each
 // source rank is told by somebody, if only that it has nothing to send.

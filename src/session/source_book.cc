@@ -4,7 +4,13 @@
 
 namespace kvloom {
 
-void SourceBook::know(std::shared_ptr<const Plan> plan, const PlanDigest& digest) { plans_.emplace(digest, std::move(plan)); }
+void SourceBook::know(std::shared_ptr<const Plan> plan, const PlanDigest& digest) {
+  if (!plans_.emplace(digest, std::move(plan)).second) return;
+  plans_order_.push_back(digest);
+  if (plans_order_.size() <= kPlans) return;
+  plans_.erase(plans_order_.front());
+  plans_order_.pop_front();
+}
 
 Message SourceBook::failed(const TransferKey& key, Code code, std::string why) const {
   if (why.size() > kMaxReason) why.resize(kMaxReason);
@@ -41,7 +47,9 @@ void SourceBook::step(std::map<TransferKey, Sender>::iterator at, const Sender::
   std::vector<Sender::Action> mine;
   at->second.advance(event, now, mine, counts_);
   const TransferKey& key = at->first;
+  Error why;
   for (Sender::Action& action : mine) {
+    if (const auto* end = std::get_if<Sender::End>(&action)) why = end->why;
     if (const auto* accepted = std::get_if<Sender::SendAccepted>(&action))
       actions.emplace_back(SendTo{accepted->to, Accepted{key, rank_}});
     else if (const auto* failed_to = std::get_if<Sender::SendFailed>(&action))
@@ -52,12 +60,12 @@ void SourceBook::step(std::map<TransferKey, Sender>::iterator at, const Sender::
       actions.emplace_back(Keyed{key, std::move(action)});
   }
   if (!at->second.terminal()) return;
-  remember(key);
+  remember(key, std::move(why));
   senders_.erase(at);
 }
 
-void SourceBook::remember(const TransferKey& key) {
-  ended_.insert(key);
+void SourceBook::remember(const TransferKey& key, Error why) {
+  ended_.emplace(key, std::move(why));
   ended_order_.push_back(key);
   if (ended_order_.size() <= kRemembered) return;
   ended_.erase(ended_order_.front());
@@ -74,7 +82,9 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
   const auto refuse = [&](Code code, std::string why) {
     actions.emplace_back(SendTo{from, failed(grant.key, code, std::move(why))});
   };
-  if (ended_.contains(grant.key)) return refuse(Code::unavailable, "this transfer is over here");
+  if (const auto over = ended_.find(grant.key); over != ended_.end())
+    return over->second.message.empty() ? refuse(Code::unavailable, "this transfer is over here")
+                                        : refuse(over->second.code, over->second.message);
   const auto plan = plans_.find(grant.digest);
   if (plan == plans_.end()) return refuse(Code::unsupported, "the geometry is not known here: send it first");
   if (grant.tables.size() != plan->second->groups().size() || grant.target.value >= plan->second->target().ranks())

@@ -8,7 +8,6 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <set>
 #include <variant>
 #include <vector>
 
@@ -25,6 +24,7 @@ class SourceBook {
  public:
   static constexpr std::size_t kEarly = 4096;
   static constexpr std::size_t kRemembered = 65536;
+  static constexpr std::size_t kPlans = 1024;
 
   struct Keyed {
     TransferKey key;
@@ -34,7 +34,8 @@ class SourceBook {
 
   explicit SourceBook(Rank rank, EdgeCounts* counts = nullptr) : rank_(rank), counts_(counts) {}
 
-  // From now on grants may name this plan.  A plan is known once for each pair of geometries, however many partners use it.
+  // From now on grants may name this plan.  A plan is known once for each pair of geometries, however many partners use it; the last
+  // kPlans are.
   void know(std::shared_ptr<const Plan> plan, const PlanDigest& digest);
 
   // The engine is going to compute this transfer's cache.  @error invalid_argument: the key is in use, or has been
@@ -60,17 +61,18 @@ class SourceBook {
   void step(std::map<TransferKey, Sender>::iterator at, const Sender::Event& event, Instant now, std::vector<Action>& actions);
   void grant(PartnerId from, const Grant& grant, Instant now, std::vector<Action>& actions);
   void cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions);
-  void remember(const TransferKey& key);
+  void remember(const TransferKey& key, Error why);
   bool was_cancelled(PartnerId from, const Grant& grant) const;
   Message failed(const TransferKey& key, Code code, std::string why) const;
 
   Rank rank_;
   EdgeCounts* counts_;
   std::map<PlanDigest, std::shared_ptr<const Plan>> plans_;
+  std::deque<PlanDigest> plans_order_;
   std::map<TransferKey, Sender> senders_;
   std::map<TransferKey, std::vector<Early>> early_;
   std::size_t early_count_ = 0;
-  std::set<TransferKey> ended_;
+  std::map<TransferKey, Error> ended_;  // and why
   std::deque<TransferKey> ended_order_;
   // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life.
   std::map<TransferKey, std::vector<std::pair<PartnerId, Cancel>>> cancelled_;

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "kvloom/base/flat_root.h"
 #include "kvloom/geometry/sharding.h"
 #include "kvloom/session/session_generated.h"
 
@@ -25,18 +26,9 @@ static_assert(same(wire::FailCode::invalid_argument, Code::invalid_argument) && 
               same(wire::FailCode::unavailable, Code::unavailable) && same(wire::FailCode::deadline, Code::deadline) &&
               same(wire::FailCode::cancelled, Code::cancelled) && same(wire::FailCode::io, Code::io));
 
-constexpr const char* kHelloIdentifier = "KVLH";
 constexpr std::int64_t kMaxId = std::int64_t{1} << 48;  // of pages, and tokens of a request
 
 // ---- writing ----
-
-// Not within a character: bytes 10xxxxxx go on with one (UTF-8).
-std::string_view cut(std::string_view reason) {
-  if (reason.size() <= kMaxReason) return reason;
-  std::size_t size = kMaxReason;
-  while (size > 0 && (static_cast<unsigned char>(reason[size]) & 0xc0) == 0x80) --size;
-  return reason.substr(0, size);
-}
 
 template <class T>
 Rank speaker(const T& message) {
@@ -65,14 +57,14 @@ Offset<wire::Grant> write(FlatBufferBuilder& to, const Grant& grant) {
     sizes.emplace_back(static_cast<std::int64_t>(table.pages.size()), table.pool_pages);
   }
   return wire::CreateGrant(to, grant.digest.high, grant.digest.low, grant.range.begin, grant.range.end, grant.time_left.count(),
-                           grant.tag.value, to.CreateVectorOfStructs(sizes), pages);
+                           grant.tag.value, to.CreateVectorOfStructs(sizes), pages, grant.geometry.value);
 }
 Offset<wire::Accepted> write(FlatBufferBuilder& to, const Accepted&) { return wire::CreateAccepted(to); }
 Offset<wire::Failed> write(FlatBufferBuilder& to, const Failed& failed) {
-  return wire::CreateFailed(to, static_cast<wire::FailCode>(failed.code), to.CreateString(cut(failed.reason)));
+  return wire::CreateFailed(to, static_cast<wire::FailCode>(failed.code), to.CreateString(cut_reason(failed.reason)));
 }
 Offset<wire::Cancel> write(FlatBufferBuilder& to, const Cancel& cancel) {
-  return wire::CreateCancel(to, to.CreateString(cut(cancel.reason)));
+  return wire::CreateCancel(to, to.CreateString(cut_reason(cancel.reason)));
 }
 Offset<wire::Quiesced> write(FlatBufferBuilder& to, const Quiesced&) { return wire::CreateQuiesced(to); }
 
@@ -81,49 +73,7 @@ constexpr wire::Content kind(Offset<Table> /*of*/) {
   return wire::ContentTraits<Table>::enum_value;
 }
 
-std::vector<std::uint8_t> bytes_of(const FlatBufferBuilder& builder) {
-  return {builder.GetBufferPointer(), builder.GetBufferPointer() + builder.GetSize()};
-}
-
 // ---- reading: the verifier has been over these bytes, so pointers and lengths are good, but no number is ----
-
-// Numbers are read in place, but a peer's buffer may begin anywhere.
-class Aligned {
- public:
-  explicit Aligned(std::span<const std::uint8_t> bytes) : bytes_(bytes) {
-    constexpr std::uintptr_t kWidest = sizeof(std::uint64_t);
-    if (reinterpret_cast<std::uintptr_t>(bytes.data()) % kWidest == 0) return;
-    copy_.assign(bytes.begin(), bytes.end());
-    bytes_ = copy_;
-  }
-  Aligned(const Aligned&) = delete;
-  Aligned& operator=(const Aligned&) = delete;
-
-  const std::uint8_t* data() const { return bytes_.data(); }
-  std::size_t size() const { return bytes_.size(); }
-
- private:
-  std::vector<std::uint8_t> copy_;
-  std::span<const std::uint8_t> bytes_;
-};
-
-// @error parse, unsupported: see decode_message.  `what` and `identifier`: of the root
-template <class Root>
-Expected<const Root*> verified(const Aligned& bytes, const char* what, const char* identifier) {
-  constexpr std::size_t kLeast = 2 * sizeof(flatbuffers::uoffset_t);  // the root and the identifier
-  if (bytes.size() < kLeast || !flatbuffers::BufferHasIdentifier(bytes.data(), identifier))
-    return fail(Code::parse, "{} B that do not begin as a {} does ('{}')", bytes.size(), what, identifier);
-  const auto damaged = [&] { return fail(Code::parse, "a {} of {} B that is damaged or cut short", what, bytes.size()); };
-  flatbuffers::Verifier shallow(bytes.data(), bytes.size(), 1, 1);
-  if (!shallow.VerifyBuffer<wire::Versioned>(identifier)) return damaged();
-  const std::uint32_t version = flatbuffers::GetRoot<wire::Versioned>(bytes.data())->version();
-  if (version != kSessionVersion)
-    return fail(Code::unsupported, "a {} of version {}: this kvloom reads version {}", what, version, kSessionVersion);
-  constexpr std::size_t kMaxDepth = 2, kMaxWireTables = 2;  // a message and its content
-  flatbuffers::Verifier verifier(bytes.data(), bytes.size(), kMaxDepth, kMaxWireTables);
-  if (!verifier.VerifyBuffer<Root>(identifier)) return damaged();
-  return flatbuffers::GetRoot<Root>(bytes.data());
-}
 
 constexpr bool is_id(PageId page) {
   return static_cast<std::uint64_t>(page.value) + 1 <= std::uint64_t{kMaxId};
@@ -143,14 +93,6 @@ tl::unexpected<Error> no_id(const TransferKey& key, std::size_t table, const std
               column, pages[column].value);
 }
 
-// A struct as a value: the verifier sees to it that its bytes are there, but in a vector not that they are aligned.
-template <class Struct>
-Struct copied(const std::uint8_t* from) {
-  Struct out;
-  std::memcpy(static_cast<void*>(&out), from, sizeof out);
-  return out;
-}
-
 Expected<std::vector<GrantTable>> read_tables(const TransferKey& key, const wire::Grant& from) {
   if (from.tables()->size() > kMaxTables)
     return fail(Code::exhausted, "grant {}: {} tables: at most {} are read", to_string(key), from.tables()->size(), kMaxTables);
@@ -160,7 +102,7 @@ Expected<std::vector<GrantTable>> read_tables(const TransferKey& key, const wire
   const std::uint8_t* at = from.pages()->Data();
   std::size_t left = from.pages()->size();
   for (std::size_t i = 0; i < out.size(); ++i) {
-    const auto size = copied<wire::TableSize>(from.tables()->Data() + i * sizeof(wire::TableSize));
+    const auto size = flat_copy<wire::TableSize>(from.tables()->Data() + i * sizeof(wire::TableSize));
     if (size.pool_pages() < 0 || size.pool_pages() > kMaxId)
       return fail(Code::out_of_range, "grant {}: table {}: a pool of {} pages is not in [0, 2^48]", to_string(key), i,
                   size.pool_pages());
@@ -189,7 +131,8 @@ Expected<Message> read(TransferKey key, Rank target, const wire::Grant& from) {
   auto tables = read_tables(key, from);
   if (!tables) return tl::unexpected(tables.error());
   const PlanDigest digest{from.digest_high(), from.digest_low()};
-  return Grant{std::move(key), target, digest, range, time_left, Tag(from.tag()), std::move(*tables)};
+  return Grant{
+      std::move(key), target, digest, range, time_left, Tag(from.tag()), std::move(*tables), GeometryId(from.geometry())};
 }
 
 Expected<std::string> read_reason(const TransferKey& key, const flatbuffers::String& from) {
@@ -219,6 +162,13 @@ Expected<Rank> read_rank(std::int32_t from) {
 
 }  // namespace
 
+std::string_view cut_reason(std::string_view reason) {
+  if (reason.size() <= kMaxReason) return reason;
+  std::size_t size = kMaxReason;  // not within a character: bytes 10xxxxxx go on with one
+  while (size > 0 && (static_cast<unsigned char>(reason[size]) & 0xc0) == 0x80) --size;
+  return reason.substr(0, size);
+}
+
 std::vector<std::uint8_t> encode_message(const Message& message) {
   return std::visit(
       [](const auto& said) {
@@ -229,16 +179,15 @@ std::vector<std::uint8_t> encode_message(const Message& message) {
         const auto name = builder.CreateString(said.key.name);
         wire::FinishMessageBuffer(builder, wire::CreateMessage(builder, kSessionVersion, name, said.key.epoch.value,
                                                                speaker(said).value, kind(content), content.Union()));
-        return bytes_of(builder);
+        return flat_bytes(builder);
       },
       message);
 }
 
 Expected<Message> decode_message(std::span<const std::uint8_t> bytes) {
-  if (bytes.size() > kMaxMessageBytes)
-    return fail(Code::exhausted, "a message of {} B: at most {} are read", bytes.size(), kMaxMessageBytes);
-  const Aligned aligned(bytes);
-  const auto root = verified<wire::Message>(aligned, "message", wire::MessageIdentifier());
+  // Two tables: a message and its content.
+  const auto root =
+      FlatRoot<wire::Message>::make(bytes, {"message", wire::MessageIdentifier(), kSessionVersion, kMaxMessageBytes, 2, 2});
   if (!root) return tl::unexpected(root.error());
   const wire::Message& from = **root;
   if (from.name()->size() == 0) return fail(Code::parse, "a transfer's name of 0 B");
@@ -257,32 +206,6 @@ Expected<Message> decode_message(std::span<const std::uint8_t> bytes) {
   }
   return fail(Code::unsupported, "{}: a message of kind {}: this kvloom knows 1 to {}", to_string(key),
               static_cast<int>(from.content_type()), static_cast<int>(wire::Content::MAX));
-}
-
-std::vector<std::uint8_t> encode_hello(const Hello& hello) {
-  FlatBufferBuilder builder;
-  const auto side = hello.side == Hello::Side::prefill ? wire::HelloSide::prefill : wire::HelloSide::decode;
-  const auto name = builder.CreateString(hello.name);
-  builder.Finish(wire::CreateHello(builder, kSessionVersion, hello.incarnation, hello.capabilities, side, hello.rank.value, name),
-                 kHelloIdentifier);
-  return bytes_of(builder);
-}
-
-Expected<Hello> decode_hello(std::span<const std::uint8_t> bytes) {
-  if (bytes.size() > kMaxHelloBytes)
-    return fail(Code::exhausted, "a hello of {} B: at most {} are read", bytes.size(), kMaxHelloBytes);
-  const Aligned aligned(bytes);
-  const auto root = verified<wire::Hello>(aligned, "hello", kHelloIdentifier);
-  if (!root) return tl::unexpected(root.error());
-  const wire::Hello& from = **root;
-  if (from.side() > wire::HelloSide::MAX)
-    return fail(Code::unsupported, "a hello of side {}: neither prefill (0) nor decode (1)", static_cast<int>(from.side()));
-  if (from.name()->size() > kMaxName)
-    return fail(Code::exhausted, "a hello with a name of {} B: at most {} are read", from.name()->size(), kMaxName);
-  const auto rank = read_rank(from.rank());
-  if (!rank) return fail(rank.error().code, "a hello: {}", rank.error().message);
-  const auto side = from.side() == wire::HelloSide::prefill ? Hello::Side::prefill : Hello::Side::decode;
-  return Hello{from.incarnation(), from.capabilities(), side, *rank, from.name()->str()};
 }
 
 }  // namespace kvloom

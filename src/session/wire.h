@@ -7,7 +7,7 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvloom/base/error.h"
@@ -18,7 +18,9 @@ namespace kvloom {
 inline constexpr std::uint32_t kSessionVersion = 1;
 // A grant of kMaxPages pages, everything else that a message may hold, and room for what newer writers add.
 inline constexpr std::size_t kMaxMessageBytes = kMaxPages * sizeof(PageId) + (std::size_t{64} << 10);
-inline constexpr std::size_t kMaxHelloBytes = std::size_t{4} << 10;
+
+// The first kMaxReason bytes of a reason, cut between characters (UTF-8).
+std::string_view cut_reason(std::string_view reason);
 
 // Reasons over kMaxReason bytes are cut, between characters.
 // @pre otherwise within the limits of message.h, else nobody will read it      @cost O(pages): two copies
@@ -31,23 +33,5 @@ std::vector<std::uint8_t> encode_message(const Message& message);
 // Whether pages are below pool_pages is asked by PageTable::make when the grant is bound: an error there can be answered with
 // Failed, an error here loses the name of the transfer that it would have to be about.
 Expected<Message> decode_message(std::span<const std::uint8_t> bytes);
-
-// Who speaks: the first thing that is said on a connection.
-struct Hello {
-  enum class Side : std::uint8_t { prefill, decode };
-  std::uint64_t incarnation = 0;   // another one each time that the process starts
-  std::uint64_t capabilities = 0;  // a bit each; those that we do not know are kept
-  Side side = Side::prefill;
-  Rank rank;         // in [0, kMaxRanks)
-  std::string name;  // for people; at most kMaxName bytes
-  friend bool operator==(const Hello&, const Hello&) = default;
-};
-
-// @pre rank and name are within their limits, else nobody will read it
-// @post at most 344 B: fits the hello of every transport (shm takes 1 KiB)
-std::vector<std::uint8_t> encode_hello(const Hello& hello);
-
-// @error as decode_message
-Expected<Hello> decode_hello(std::span<const std::uint8_t> bytes);
 
 }  // namespace kvloom

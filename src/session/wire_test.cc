@@ -344,63 +344,6 @@ TEST(SessionWire, RefusesTablesThatDoNotAddUpToThePages) {
   EXPECT_TRUE(says(grant({}), "grant n#0: 3 pages that are in no table"));
 }
 
-// ---- hello ----
-
-Hello small_hello() { return {0x1122334455667788, 5, Hello::Side::decode, Rank(4095), "node-3:8000"}; }
-
-RC_GTEST_PROP(SessionHello, ReadsBack, ()) {
-  const auto number = rc::gen::arbitrary<std::uint64_t>();
-  const auto side = *rc::gen::element(Hello::Side::prefill, Hello::Side::decode);
-  const Hello hello{*number, *number, side, Rank(*rc::gen::inRange(0, kMaxRanks)), generated_words(0, kMaxName)};
-  const WireBytes bytes = encode_hello(hello);
-  RC_ASSERT(bytes.size() <= 344U);
-  RC_ASSERT(decode_hello(bytes).value() == hello);
-}
-
-TEST(SessionHello, StaysWithinItsLimitsWhateverByteChanges) {
-  WireBytes bytes = encode_hello(small_hello());
-  for (std::size_t size = 0; size < bytes.size(); ++size) {
-    const auto read = decode_hello(std::span(bytes).first(size));
-    EXPECT_TRUE(!read || (size + 3 >= bytes.size() && *read == small_hello())) << size;
-  }
-  for (std::uint8_t& byte : bytes) {
-    const std::uint8_t was = byte;
-    for (unsigned value = 0; value < 256; ++value) {
-      byte = static_cast<std::uint8_t>(value);
-      const auto read = decode_hello(bytes);
-      ASSERT_TRUE(read || !read.error().message.empty());
-      if (!read) continue;
-      ASSERT_TRUE(read->name.size() <= kMaxName && read->rank >= Rank(0) && read->rank < Rank(kMaxRanks));
-      ASSERT_EQ(decode_hello(encode_hello(*read)).value(), *read) << "byte " << &byte - bytes.data() << " = " << value;
-    }
-    byte = was;
-  }
-}
-
-TEST(SessionHello, SaysWhatIsWrong) {
-  const auto changed = [](auto change) {
-    WireBytes bytes = encode_hello(small_hello());
-    change(*flatbuffers::GetMutableRoot<wire::Hello>(bytes.data()));
-    return decode_hello(bytes);
-  };
-  const auto refused = [](void (*change)(Hello&)) {
-    Hello hello = small_hello();
-    change(hello);
-    return decode_hello(encode_hello(hello));
-  };
-  EXPECT_TRUE(says(decode_hello({}), "0 B that do not begin as a hello does ('KVLH')"));
-  EXPECT_TRUE(says(decode_hello(encode_message(small_grant())), "B that do not begin as a hello does ('KVLH')"));
-  EXPECT_TRUE(says(decode_hello(WireBytes(4097)), "a hello of 4097 B: at most 4096 are read"));
-  const auto newer = changed([](wire::Hello& hello) { hello.mutate_version(2); });
-  EXPECT_TRUE(says(newer, "a hello of version 2: this kvloom reads version 1"));
-  EXPECT_EQ(newer.error().code, Code::unsupported);
-  EXPECT_TRUE(says(changed([](wire::Hello& hello) { hello.mutate_side(static_cast<wire::HelloSide>(2)); }),
-                   "a hello of side 2: neither prefill (0) nor decode (1)"));
-  EXPECT_TRUE(says(refused([](Hello& hello) { hello.rank = Rank(4096); }), "a hello: rank 4096 is not in [0, 4096)"));
-  EXPECT_TRUE(says(refused([](Hello& hello) { hello.rank = Rank(-7); }), "a hello: rank -7 is not in [0, 4096)"));
-  EXPECT_TRUE(says(refused([](Hello& hello) { hello.name.resize(257); }), "a hello with a name of 257 B: at most 256 are read"));
-}
-
 // ---- words for people ----
 
 TEST(SessionMessage, Prints) {

@@ -168,6 +168,16 @@ TEST_P(TransportConformance, TellsBothSidesWhoTheOtherIs) {
   EXPECT_EQ(b.all<PeerUp>()[0].hello, bytes_of("prefill 3"));
 }
 
+TEST_P(TransportConformance, SaysAnotherHelloOnEachConnection) {
+  Party a = side("prefill 3");
+  Party b = side("decode 1");
+  const auto hello = bytes_of("connection 7");
+  ASSERT_TRUE(a.transport->connect(b.transport->address(), hello));
+  ASSERT_TRUE(drive({&a, &b}, [&] { return b.count<PeerUp>() == 1 && a.count<PeerUp>() == 1; }));
+  EXPECT_EQ(b.all<PeerUp>()[0].hello, hello);
+  EXPECT_EQ(a.all<PeerUp>()[0].hello, bytes_of("decode 1"));
+}
+
 TEST_P(TransportConformance, RefusesToConnectToNobody) {
   Party a = side();
   Party gone = side();

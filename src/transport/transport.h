@@ -158,9 +158,9 @@ class Transport {
   virtual std::string address() const = 0;
 
   // Starts to connect; PeerUp or PeerDown tells the outcome. Posts to it may begin at once. The other side sees a PeerUp of its
-  // own.
-  // @error invalid_argument (not an address of this kind), unavailable (nobody there), exhausted (descriptors)
-  virtual Expected<PeerId> connect(std::string_view address) = 0;
+  // own, with `hello`; where that is empty, with what our transport says to everybody.
+  // @error invalid_argument (not an address of this kind, a hello of over 1 KiB), unavailable (nobody there), exhausted (descriptors)
+  virtual Expected<PeerId> connect(std::string_view address, std::span<const std::byte> hello = {}) = 0;
 
   // Memory that peers can reach fastest, zeroed; it is given back with the Region.
   // @pre length > 0    @error exhausted, with what was asked for

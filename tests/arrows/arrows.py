@@ -35,8 +35,11 @@ IMPURE_HEADER = re.compile(
     r"|(.*/)?(cuda|cudart|nvml|cupti|driver_types|vector_types).*)$"
 )
 
+# For .cc files only; not installed.
+INTERNAL_HEADERS = {"base/flat_root.h"}
+
 # An installed header may need nothing that find_package(kvloom) does not bring.
-PRIVATE_HEADER = re.compile(r"^((nlohmann|flatbuffers|CLI|ucp|ucs|uct|gtest|gmock|rapidcheck|benchmark)/.*|xxhash\.h|zmq.*|.*_generated\.h)$")
+PRIVATE_HEADER = re.compile(r"^((nlohmann|flatbuffers|prometheus|CLI|ucp|ucs|uct|gtest|gmock|rapidcheck|benchmark)/.*|xxhash\.h|zmq.*|.*_generated\.h)$")
 
 # Feature tests belong in the folder of one transport or of one kernel, where CMake picks files.
 FEATURE_FOLDER = re.compile(r"^(transport|attention)/[^/]+/")
@@ -52,7 +55,8 @@ def without_comments(text):
     return COMMENT.sub(lambda m: m.group() if m.group()[0] == '"' else "\n" * m.group().count("\n"), text)
 
 
-def broken_by_include(folder, name, quote, path, is_test):
+def broken_by_include(place, quote, path, is_test):
+    folder, name = place.split("/")[0], place.split("/")[-1]
     ours = OURS.match(path)
     if quote == "<" and path.startswith("kvloom/"):
         return [("form", f'<{path}>: our own headers stand in quotes, "kvloom/<folder>/<file>.h"')]
@@ -69,7 +73,9 @@ def broken_by_include(folder, name, quote, path, is_test):
             broken.append(("arrow", f"{path}: {folder} may include {', '.join(sorted(ARROWS[folder])) or 'nothing'}, not {target}"))
     if folder in PURE and not is_test and IMPURE_HEADER.match(path):
         broken.append(("pure", f"<{path}>: {folder} does no I/O and has no threads, clock or CUDA"))
-    if folder != "tools" and name.endswith(".h") and PRIVATE_HEADER.match(path):
+    if ours and path.removeprefix("kvloom/") in INTERNAL_HEADERS and name.endswith(".h"):
+        broken.append(("private", f"{path}: for .cc files only"))
+    if folder != "tools" and name.endswith(".h") and place not in INTERNAL_HEADERS and PRIVATE_HEADER.match(path):
         broken.append(("private", f"<{path}>: an installed header must not need it; include it in the .cc"))
     return broken
 
@@ -84,7 +90,7 @@ def broken_in_file(place, text):
     for number, line in enumerate(without_comments(text).split("\n"), 1):
         include, condition = INCLUDE.match(line), CONDITION.match(line)
         if include:
-            broken += [(number, *b) for b in broken_by_include(folder, name, *include.groups(), is_test)]
+            broken += [(number, *b) for b in broken_by_include(place, *include.groups(), is_test)]
         if condition and not is_test and not FEATURE_FOLDER.match(place) and condition.group(2).strip() != "NDEBUG":
             broken.append((number, "feature", f"#{condition.group(1)}{condition.group(2)}: only inside one transport's or kernel's folder"))
         if folder != "tools" and not is_test and re.search(r"\bgetenv\s*\(", line):

@@ -56,7 +56,9 @@ class FaultyTransport final : public Transport {
   Abilities abilities() const override;
   Cost cost() const override { return inner_->cost(); }
   std::string address() const override { return inner_->address(); }
-  Expected<PeerId> connect(std::string_view address) override { return inner_->connect(address); }
+  Expected<PeerId> connect(std::string_view address, std::span<const std::byte> hello = {}) override {
+    return inner_->connect(address, hello);
+  }
   Expected<Region> allocate(Bytes length) override { return inner_->allocate(length); }
   Expected<Region> register_memory(std::span<std::byte> memory) override { return inner_->register_memory(memory); }
   Expected<std::vector<std::byte>> export_region(RegionId region) const override { return inner_->export_region(region); }

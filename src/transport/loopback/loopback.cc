@@ -44,7 +44,7 @@ Abilities LoopbackTransport::abilities() const {
           .max_notice_bytes = kMostNotice};
 }
 
-Expected<PeerId> LoopbackTransport::connect(std::string_view address) {
+Expected<PeerId> LoopbackTransport::connect(std::string_view address, std::span<const std::byte> hello) {
   assert_owner("connect");
   const auto found = world_.endpoints_.find(std::string(address));
   if (found == world_.endpoints_.end()) return fail(Scope::peer, Code::unavailable, "nobody is at \"{}\"", address);
@@ -56,7 +56,7 @@ Expected<PeerId> LoopbackTransport::connect(std::string_view address) {
   other.links_[theirs.value].other = this;
   other.links_[theirs.value].other_peer = ours;
   events_.emplace_back(PeerUp{ours, other.hello_});
-  other.events_.emplace_back(PeerUp{theirs, hello_});
+  other.events_.emplace_back(PeerUp{theirs, hello.empty() ? hello_ : std::vector(hello.begin(), hello.end())});
   return ours;
 }
 

@@ -56,7 +56,7 @@ class LoopbackTransport final : public Transport {
   Abilities abilities() const override;
   Cost cost() const override { return {.per_post = 100, .per_run = 10, .per_piece = 20, .per_byte = 0.15}; }
   std::string address() const override { return address_; }
-  Expected<PeerId> connect(std::string_view address) override;
+  Expected<PeerId> connect(std::string_view address, std::span<const std::byte> hello = {}) override;
   Expected<Region> allocate(Bytes length) override;
   Expected<Region> register_memory(std::span<std::byte> memory) override;
   Expected<std::vector<std::byte>> export_region(RegionId region) const override;

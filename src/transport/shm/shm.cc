@@ -48,6 +48,12 @@ void wait_readable(int fd, std::chrono::nanoseconds wait) {
   ppoll(&waiting, 1, &limit, nullptr);
 }
 
+Expected<void> check_hello(std::span<const std::byte> hello) {
+  if (hello.size() > shm::kMostHello)
+    return fail(Code::invalid_argument, "a hello of {} bytes; the most is {}", hello.size(), shm::kMostHello);
+  return {};
+}
+
 }  // namespace
 
 Expected<std::unique_ptr<ShmTransport>> ShmTransport::make(ShmOptions options) {
@@ -57,8 +63,7 @@ Expected<std::unique_ptr<ShmTransport>> ShmTransport::make(ShmOptions options) {
   }
   if (options.copy_threads < 1 || options.copy_threads > 256)
     return fail(Code::invalid_argument, "copy_threads={} is not in 1..256", options.copy_threads);
-  if (options.hello.size() > shm::kMostHello)
-    return fail(Code::invalid_argument, "a hello of {} bytes; the most is {}", options.hello.size(), shm::kMostHello);
+  if (auto ok = check_hello(options.hello); !ok) return tl::unexpected(ok.error());
   if (options.listen == "*") options.listen = free_name();
   shm::Fd epoll(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll) return fail(Code::exhausted, "epoll_create1: {}", shm::errno_text());
@@ -98,7 +103,7 @@ Cost ShmTransport::cost() const { return {.per_post = 250, .per_run = 45, .per_p
 
 std::string ShmTransport::address() const { return options_.listen.empty() ? "" : fmt::format("{}{}", kScheme, options_.listen); }
 
-Expected<PeerId> ShmTransport::add(shm::Fd socket, bool announced) {
+Expected<PeerId> ShmTransport::add(shm::Fd socket, bool announced, std::span<const std::byte> hello) {
   if (connections_.size() >= options_.most_peers)
     return fail(Code::exhausted, "{} peers are connected, which is the most", connections_.size());
   if (auto ok = shm::check_same_user(socket); !ok) return tl::unexpected(ok.error());
@@ -108,7 +113,7 @@ Expected<PeerId> ShmTransport::add(shm::Fd socket, bool announced) {
   const PeerId id(next_peer_++);
   auto connection = std::make_unique<shm::Connection>(id, std::move(socket), std::move(*outbox), shape, announced,
                                                       shm::Surroundings{epoll_, regions_, crew_, events_});
-  const auto greeted = connection->greet(options_.hello);
+  const auto greeted = connection->greet(hello);
   connections_.emplace(id.value, std::move(connection));
   order_.push_back(id.value);
   if (!greeted) connections_.at(id.value)->close(greeted.error());
@@ -122,24 +127,25 @@ Expected<PeerId> ShmTransport::adopt(int socket) {
   if (fcntl(socket, F_SETFL, O_NONBLOCK) != 0 || fcntl(socket, F_SETFD, FD_CLOEXEC) != 0) {
     return fail(Code::invalid_argument, "descriptor {} is no socket: {}", socket, shm::errno_text());
   }
-  return add(std::move(owned), true);
+  return add(std::move(owned), true, options_.hello);
 }
 
-Expected<PeerId> ShmTransport::connect(std::string_view address) {
+Expected<PeerId> ShmTransport::connect(std::string_view address, std::span<const std::byte> hello) {
   assert_owner("connect");
   wake();
+  if (auto ok = check_hello(hello); !ok) return tl::unexpected(ok.error());
   if (!address.starts_with(kScheme))
     return fail(Code::invalid_argument, "\"{}\" is not an address of the shm transport, as in {}NAME", address, kScheme);
   auto socket = shm::connect_to(address.substr(kScheme.size()));
   if (!socket) return tl::unexpected(socket.error());
-  return add(std::move(*socket), true);
+  return add(std::move(*socket), true, hello.empty() ? options_.hello : hello);
 }
 
 void ShmTransport::accept_peers() {
   for (;;) {
     shm::Fd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) return;
-    (void)add(std::move(socket), false);  // refused: it sees a hang-up
+    (void)add(std::move(socket), false, options_.hello);  // refused: it sees a hang-up
   }
 }
 

@@ -42,7 +42,7 @@ class ShmTransport final : public Transport {
   Abilities abilities() const override;
   Cost cost() const override;
   std::string address() const override;
-  Expected<PeerId> connect(std::string_view address) override;
+  Expected<PeerId> connect(std::string_view address, std::span<const std::byte> hello = {}) override;
   Expected<Region> allocate(Bytes length) override;
   Expected<Region> register_memory(std::span<std::byte> memory) override;
   Expected<std::vector<std::byte>> export_region(RegionId region) const override;
@@ -61,7 +61,7 @@ class ShmTransport final : public Transport {
   ShmTransport(ShmOptions options, shm::Fd epoll, shm::Fd listener);
   void deregister(RegionId region) noexcept override;
 
-  Expected<PeerId> add(shm::Fd socket, bool announced);
+  Expected<PeerId> add(shm::Fd socket, bool announced, std::span<const std::byte> hello);
   shm::Connection* find(PeerId peer);
   Region keep(std::span<std::byte> memory, std::shared_ptr<shm::SharedMemory> shared);
   Expected<shm::Operation> checked(PostId post, const Write& write) const;

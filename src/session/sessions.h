@@ -1,0 +1,136 @@
+// sessions.h: what an engine holds: a prefill rank's or a decode rank's endpoint on a thread of its own, with calls that any thread may make and
+// waits that have a deadline.  Stage: stream.
+// A source session says what the forward pass has done; a target session waits for layers. Both keep what became of a transfer until
+// `forget`, or until kKept others have ended since.
+// Thread: any, but that the maker makes and destroys it.  Time: every wait has an end.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+
+#include "kvloom/session/endpoint_thread.h"
+#include "kvloom/session/source_endpoint.h"
+#include "kvloom/session/target_endpoint.h"
+
+namespace kvloom {
+
+inline constexpr std::size_t kKept = 65536;  // transfers that are over and were not forgotten
+
+// What became of each transfer so far, for threads that wait for it.
+template <class Ended>
+class Ledger {
+ public:
+  struct Entry {
+    std::set<LayerId> layers;  // released, or landed
+    std::optional<Ended> ended;
+    bool released = false;
+  };
+
+  void open(const TransferKey& key) {
+    const std::lock_guard lock(mutex_);
+    entries_.try_emplace(key);
+  }
+  void forget(const TransferKey& key) {
+    const std::lock_guard lock(mutex_);
+    entries_.erase(key);
+  }
+  template <class Change>
+  void change(const TransferKey& key, Change change) {
+    const std::lock_guard lock(mutex_);
+    const auto at = entries_.find(key);
+    if (at == entries_.end()) return;
+    change(at->second);
+    if (!at->second.released) return;
+    over_.push_back(key);
+    if (over_.size() <= kKept) return;
+    entries_.erase(over_.front());
+    over_.pop_front();
+  }
+  void tell() { changed_.notify_all(); }
+
+  // Waits until `done` holds of the entry.  @error invalid_argument: no such transfer; deadline
+  template <class Done>
+  Expected<Entry> wait(const TransferKey& key, std::chrono::nanoseconds at_most, Done done, const char* what) {
+    const auto until = std::chrono::steady_clock::now() + at_most;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      const auto at = entries_.find(key);
+      if (at == entries_.end()) return fail(Code::invalid_argument, "transfer {} is not known here", to_string(key));
+      if (done(at->second)) return at->second;
+      if (changed_.wait_until(lock, until) == std::cv_status::timeout) {
+        const auto now = entries_.find(key);
+        if (now != entries_.end() && done(now->second)) return now->second;
+        return fail(Code::deadline, "transfer {}: {} after {} ms", to_string(key), what, at_most / std::chrono::milliseconds(1));
+      }
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<TransferKey, Entry> entries_;
+  std::deque<TransferKey> over_;
+};
+
+class SourceSession {
+ public:
+  // @error as SourceEndpoint::make.  @pre the transport outlives it
+  static Expected<std::unique_ptr<SourceSession>> make(SourceOptions options, Transport& transport, LocalCache cache,
+                                                       Sinks sinks = {});
+
+  const std::string& address() const { return address_; }
+
+  Expected<void> offer(const Offer& offer);
+  Expected<void> set_table(const TransferKey& key, std::int32_t group, CacheTable table);
+  void ready(const TransferKey& key, LayerId layer, std::int64_t tokens);
+  void payload(const TransferKey& key, std::vector<std::byte> bytes);
+  void cancel(const TransferKey& key, std::string why);
+
+  // @error deadline; invalid_argument: not offered, or forgotten; else why the transfer is over without it
+  Expected<void> wait_layer_released(const TransferKey& key, LayerId layer, std::chrono::nanoseconds at_most);
+  // Until it is over, whatever the outcome.  @error deadline; invalid_argument
+  Expected<SourceEnded> wait(const TransferKey& key, std::chrono::nanoseconds at_most);
+  Expected<void> wait_released(const TransferKey& key, std::chrono::nanoseconds at_most);
+  void forget(const TransferKey& key) { ledger_.forget(key); }
+
+ private:
+  SourceSession(std::unique_ptr<SourceEndpoint> endpoint, Transport& transport);
+  void note(std::vector<SourceEvent>& events);
+
+  std::string address_;
+  Ledger<SourceEnded> ledger_;
+  EndpointThread<SourceEndpoint, SourceEvent> thread_;
+};
+
+class TargetSession {
+ public:
+  // @error as TargetEndpoint::make.  @pre the transport outlives it
+  static Expected<std::unique_ptr<TargetSession>> make(TargetOptions options, Transport& transport, Sinks sinks = {});
+
+  Expected<GeometryId> describe(LocalCache cache);
+  Expected<void> begin(Want want);
+  void cancel(const TransferKey& key, std::string why);
+
+  // Until all bytes of this layer and of ours below it are there and visible.
+  // @error deadline; invalid_argument: not begun, or forgotten; else why the transfer is over without it
+  Expected<void> wait_layer(const TransferKey& key, LayerId layer, std::chrono::nanoseconds at_most);
+  // Until it is over, whatever the outcome.  @error deadline; invalid_argument
+  Expected<TargetEnded> wait(const TransferKey& key, std::chrono::nanoseconds at_most);
+  // Until the pages are the engine's again.  @error deadline: still in quarantine; invalid_argument
+  Expected<void> wait_released(const TransferKey& key, std::chrono::nanoseconds at_most);
+  void forget(const TransferKey& key) { ledger_.forget(key); }
+
+ private:
+  TargetSession(std::unique_ptr<TargetEndpoint> endpoint, Transport& transport);
+  void note(std::vector<TargetEvent>& events);
+
+  Ledger<TargetEnded> ledger_;
+  EndpointThread<TargetEndpoint, TargetEvent> thread_;
+};
+
+}  // namespace kvloom

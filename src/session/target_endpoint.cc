@@ -1,0 +1,493 @@
+#include "kvloom/session/target_endpoint.h"
+
+#include <algorithm>
+
+#include "kvloom/plan/wire.h"
+#include "kvloom/session/wire.h"
+
+namespace kvloom {
+namespace {
+
+constexpr std::chrono::minutes kKept{10};  // a connection that nobody uses
+
+std::size_t group_index(const Side& side, const GroupSide* group) {
+  return static_cast<std::size_t>(group - side.groups().data());
+}
+
+}  // namespace
+
+// ---- birth ----
+
+Expected<std::unique_ptr<TargetEndpoint>> TargetEndpoint::make(TargetOptions options, Transport& transport, Sinks sinks) {
+  if (transport.address().empty())
+    return fail(Code::invalid_argument, "the transport {} does not listen: prefill ranks could not reach it",
+                transport.abilities().name);
+  return std::unique_ptr<TargetEndpoint>(new TargetEndpoint(std::move(options), transport, std::move(sinks)));
+}
+
+TargetEndpoint::TargetEndpoint(TargetOptions options, Transport& transport, Sinks sinks)
+    : options_(std::move(options)),
+      transport_(transport),
+      telemetry_(std::move(sinks)),
+      incarnation_(draw_token().low),
+      stepped_(now()) {}
+
+TargetEndpoint::~TargetEndpoint() = default;
+
+Expected<GeometryId> TargetEndpoint::describe(LocalCache cache) {
+  Described described{std::move(cache), {}, {}};
+  described.side = encode_side(*described.cache.side);
+  for (std::size_t i = 0; i < described.cache.regions.size(); ++i) {
+    auto key = transport_.export_region(described.cache.regions[i]);
+    if (!key) return tl::unexpected(key.error());
+    described.keys.push_back({described.cache.lengths[i], std::move(*key)});
+  }
+  const GeometryId id(next_geometry_++);
+  geometries_.emplace(id, std::move(described));
+  return id;
+}
+
+// ---- the engine's side ----
+
+Expected<void> TargetEndpoint::begin(Want want) {
+  if (waiting_.contains(want.key) || book_.find(want.key) != nullptr)
+    return fail(Code::invalid_argument, "transfer {} is open: another attempt needs another epoch", to_string(want.key));
+  if (want.key.name.empty() || want.key.name.size() > kMaxName)
+    return fail(Code::invalid_argument, "a transfer's name has 1 to {} B, not {}", kMaxName, want.key.name.size());
+  const auto geometry = geometries_.find(want.geometry);
+  if (geometry == geometries_.end()) return fail(Code::invalid_argument, "geometry {} is not described", want.geometry.value);
+  if (want.range.begin < 0 || want.range.end < want.range.begin || want.range.end == kUnbounded)
+    return fail(Code::invalid_argument, "tokens [{}, {}): the prefix must be 0 or more and not beyond the tokens",
+                want.range.begin, want.range.end);
+  if (want.time <= want.time.zero() || want.time > kMaxTimeLeft)
+    return fail(Code::invalid_argument, "a time of {} ns: it must be above 0 and at most {} h", want.time.count(),
+                kMaxTimeLeft.count());
+  const Side& side = *geometry->second.cache.side;
+  if (want.tables.size() != side.groups().size())
+    return fail(Code::invalid_argument, "{} page tables for {} cache groups", want.tables.size(), side.groups().size());
+  for (std::size_t g = 0; g < want.tables.size(); ++g)
+    if (const auto ok = PageTable::make(want.tables[g].pages, want.tables[g].pool_pages, PageTable::Use::target); !ok)
+      return fail(ok.error().code, "group {}: {}", side.groups()[g].name, ok.error().message);
+  if (want.sources.empty()) return fail(Code::invalid_argument, "no prefill rank is named");
+  for (const SourceAddress& source : want.sources)
+    if (auto link = link_to(source); !link) return tl::unexpected(link.error());
+  const Instant here = now(), until = here + want.time;
+  std::int64_t pages = 0;
+  for (const CacheTable& table : want.tables) pages += static_cast<std::int64_t>(table.pages.size());
+  telemetry_.opened(want.key, pages, here);
+  const TransferKey key = want.key;
+  waiting_.emplace(key, Waiting{std::move(want), here, until});
+  changed_ = true;
+  for (const SourceAddress& source : waiting_.at(key).want.sources)
+    if (Link& link = links_.at(source); link.at == Link::At::idle) greet(link);
+  start_waiting();
+  return {};
+}
+
+void TargetEndpoint::cancel(const TransferKey& key, std::string why) {
+  if (waiting_.contains(key)) return fail_waiting(key, Outcome::cancelled, {Code::cancelled, Scope::transfer, std::move(why)});
+  std::vector<TargetBook::Action> actions;
+  book_.cancel(key, std::move(why), now(), actions);
+  obey(actions);
+}
+
+// ---- the loop ----
+
+bool TargetEndpoint::poll(std::chrono::nanoseconds wait, std::vector<TargetEvent>& events, int wake) {
+  bool did = step();
+  if (!did && happened_.empty() && wait > wait.zero()) {
+    if (const auto armed = transport_.arm()) {
+      std::vector<int> fds = {*armed};
+      if (wake >= 0) fds.push_back(wake);
+      for (const auto& [address, link] : links_)
+        if (link.socket != nullptr) fds.push_back(link.socket->fd());
+      const Instant due = deadline();
+      wait_readable(fds, due == kNever ? wait : std::min(wait, due - now()));
+    }
+    did = step();
+  }
+  did = did || !happened_.empty();
+  events.insert(events.end(), std::make_move_iterator(happened_.begin()), std::make_move_iterator(happened_.end()));
+  happened_.clear();
+  return did;
+}
+
+bool TargetEndpoint::step() {
+  const Instant here = now();
+  if (here - stepped_ > options_.silence / 2)
+    for (auto& [address, link] : links_) link.pulse.forgive(here);
+  stepped_ = here;
+  bool did = read_control();
+  did |= read_transport();
+  if (changed_) start_waiting();
+  tick();
+  return did;
+}
+
+bool TargetEndpoint::read_control() {
+  bool did = false;
+  for (auto& [address, link] : links_)
+    while (const auto bytes = link.socket == nullptr ? std::nullopt : link.socket->receive()) {
+      did = true;
+      const auto what = decode_said(*bytes);
+      if (what)
+        said(link, *what);
+      else
+        telemetry_.nonsense(what.error());
+      if (!what && link.at == Link::At::greeting) link.why_not = what.error().message;
+    }
+  return did;
+}
+
+bool TargetEndpoint::read_transport() {
+  heard_.clear();
+  const bool did = transport_.poll({options_.copy_bytes, std::chrono::nanoseconds(0)}, heard_);
+  std::vector<TargetBook::Action> actions;
+  for (const Event& event : heard_) {
+    if (const auto* notice = std::get_if<Notice>(&event)) {
+      const auto from = peers_.find(notice->peer);
+      if (from == peers_.end()) continue;
+      telemetry_.noticed();
+      actions.clear();
+      book_.notice(from->second, notice->tag, notice->payload, now(), actions);
+      obey(actions);
+    }
+    if (const auto* up = std::get_if<PeerUp>(&event)) {
+      const auto token = token_of(up->hello);
+      const auto at = std::find_if(links_.begin(), links_.end(), [&](const auto& l) {
+        return token && l.second.at == Link::At::greeting && !l.second.peer && l.second.token == *token;
+      });
+      if (at == links_.end()) {
+        std::ignore = transport_.fence(up->peer);  // a stranger
+        continue;
+      }
+      at->second.peer = up->peer;
+      complete(at->second);
+    }
+    if (const auto* down = std::get_if<PeerDown>(&event)) peer_down(down->peer, down->reason);
+  }
+  return did || !heard_.empty();
+}
+
+void TargetEndpoint::tick() {
+  const Instant here = now();
+  if (book_.deadline() <= here) {
+    std::vector<TargetBook::Action> actions;
+    book_.time(here, actions);
+    obey(actions);
+  }
+  if (here < pulses_at_) return;
+  pulses_at_ = here + options_.heartbeat / 4;
+  std::vector<TransferKey> late;
+  for (const auto& [key, waiting] : waiting_)
+    if (waiting.until <= here) late.push_back(key);
+  for (const TransferKey& key : late)
+    fail_waiting(key, Outcome::failed, {Code::deadline, Scope::transfer, "time is up; " + missing(waiting_.at(key).want)});
+  for (auto& [address, link] : links_) {
+    link.pulse.need(!link.transfers.empty(), here);
+    if (link.at == Link::At::greeting && link.hello_at <= here) {
+      if (is_wanted(link))
+        greet(link);
+      else
+        lose(link, {Code::unavailable, Scope::peer, "nobody asks for it any more"});
+    }
+    if (link.at == Link::At::up && link.pulse.is_lost(here, options_.silence))
+      lose(link, {Code::unavailable, Scope::peer,
+                  fmt::format("not a word for {} ms: frozen, or cut off", options_.silence / std::chrono::milliseconds(1))});
+    if (link.at == Link::At::up && link.pulse.is_due(here, options_.heartbeat)) tell(link, Ping{});
+    if (!link.transfers.empty() || is_wanted(link)) link.used = here;
+    if (here - link.used > kKept && link.socket != nullptr) {
+      if (link.at != Link::At::idle) lose(link, {Code::unavailable, Scope::peer, "not used any more"});
+      link.socket.reset();
+    }
+  }
+}
+
+Instant TargetEndpoint::deadline() const {
+  if (changed_) return Instant(0);
+  if (!waiting_.empty() || book_.open() > 0) return std::min(book_.deadline(), pulses_at_);
+  return kNever;
+}
+
+// ---- connections ----
+
+Expected<TargetEndpoint::Link*> TargetEndpoint::link_to(const SourceAddress& address) {
+  Link& link = links_[address];
+  if (link.socket == nullptr) {
+    auto socket = ControlClient::make(context_, {address.address, options_.keys, address.server_key});
+    if (!socket) {
+      links_.erase(address);
+      return tl::unexpected(socket.error());
+    }
+    link.address = address;
+    link.socket = std::move(*socket);
+  }
+  link.used = now();
+  return &link;
+}
+
+// Says hello, or says it again.
+void TargetEndpoint::greet(Link& link) {
+  if (link.at == Link::At::idle) {
+    link.at = Link::At::greeting;
+    link.token = draw_token();
+  }
+  link.hello_at = now() + options_.limits.resend;
+  tell(link, Hello{incarnation_, 0, geometries_.empty() ? Rank(0) : geometries_.begin()->second.cache.rank, options_.name,
+                   transport_.address()});
+}
+
+void TargetEndpoint::tell(Link& link, decltype(Told::what) what) {
+  telemetry_.sent(link.socket->send(encode_told({link.token, std::move(what)})));
+}
+
+void TargetEndpoint::said(Link& link, const Said& what) {
+  telemetry_.received();
+  link.pulse.heard(now());
+  if (const auto* about = std::get_if<Told>(&what)) return told(link, *about);
+  if (link.at != Link::At::up) return;  // of a connection that is lost
+  std::vector<TargetBook::Action> actions;
+  book_.message(link.partner, std::get<Message>(what), now(), actions);
+  obey(actions);
+}
+
+void TargetEndpoint::told(Link& link, const Told& told) {
+  const bool ours = told.token == link.token;
+  if (std::holds_alternative<HelloFirst>(told.what)) {
+    if (link.at == Link::At::up && (ours || told.token == ConnectionToken{}))
+      lose(link, {Code::unavailable, Scope::peer, "it does not know the connection any more: restarted, or it gave us up"});
+    return;
+  }
+  if (const auto* refused = std::get_if<Refused>(&told.what)) {
+    telemetry_.refused(link.address.address, {refused->code, Scope::peer, refused->reason});
+    if (link.at == Link::At::greeting) link.why_not = fmt::format("it refuses us: {}", printable(refused->reason));
+    return;
+  }
+  if (!ours) return;
+  if (const auto* answer = std::get_if<Welcome>(&told.what); answer != nullptr && link.at == Link::At::greeting)
+    return welcome(link, *answer);
+  if (const auto* ping = std::get_if<Ping>(&told.what); ping != nullptr && !ping->answer) tell(link, Ping{true});
+}
+
+void TargetEndpoint::welcome(Link& link, const Welcome& welcome) {
+  auto side = sides_.find(welcome.side);
+  if (!side) {
+    link.why_not = fmt::format("its geometry can't be read: {}", side.error().message);
+    return telemetry_.refused(link.address.address, side.error());
+  }
+  link.side = std::move(*side);
+  link.rank = welcome.rank;
+  link.why_not = "its transport has not connected";
+  complete(link);
+}
+
+// Up, once the control connection and the transport's are both there.
+void TargetEndpoint::complete(Link& link) {
+  if (link.at != Link::At::greeting || link.side == nullptr || !link.peer) return;
+  link.at = Link::At::up;
+  link.partner = PartnerId(next_partner_++);
+  link.told.clear();
+  partners_.emplace(link.partner, &link);
+  peers_.emplace(*link.peer, link.partner);
+  changed_ = true;
+  telemetry_.connected(link.name());
+}
+
+void TargetEndpoint::lose(Link& link, const Error& why) {
+  const bool was_up = link.at == Link::At::up;
+  const auto peer = std::exchange(link.peer, std::nullopt);
+  const PartnerId partner = link.partner;
+  link.at = Link::At::idle;
+  link.side = nullptr;
+  link.transfers.clear();
+  link.why_not = why.message;
+  const bool fenced = !peer || transport_.fence(*peer).has_value();
+  changed_ = true;
+  if (!was_up) return;
+  partners_.erase(partner);
+  telemetry_.lost(link.name(), why);
+  std::vector<TargetBook::Action> actions;
+  book_.gone(partner, why, now(), actions);
+  if (fenced) {
+    peers_.erase(*peer);
+    book_.cut_off(partner, now(), actions);
+  }
+  obey(actions);
+}
+
+void TargetEndpoint::peer_down(PeerId peer, const Error& why) {
+  const auto at = std::find_if(links_.begin(), links_.end(), [&](const auto& l) { return l.second.peer == peer; });
+  if (at != links_.end()) return lose(at->second, why);
+  const auto lost = peers_.find(peer);  // could not be fenced before
+  if (lost == peers_.end()) return;
+  const PartnerId partner = lost->second;
+  peers_.erase(lost);
+  std::vector<TargetBook::Action> actions;
+  book_.cut_off(partner, now(), actions);
+  obey(actions);
+}
+
+void TargetEndpoint::tell_geometry(Link& link, GeometryId id) {
+  if (!link.told.insert(id).second) return;
+  const Described& described = geometries_.at(id);
+  tell(link, Geometry{id, described.cache.rank, described.side, described.keys, described.cache.tensors});
+}
+
+// ---- what waits for connections ----
+
+bool TargetEndpoint::is_wanted(const Link& link) const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& waiting) {
+    const auto& sources = waiting.second.want.sources;
+    return std::find(sources.begin(), sources.end(), link.address) != sources.end();
+  });
+}
+
+void TargetEndpoint::start_waiting() {
+  changed_ = false;
+  std::vector<TransferKey> keys;
+  for (const auto& [key, waiting] : waiting_) keys.push_back(key);
+  for (const TransferKey& key : keys) {
+    const Waiting& waiting = waiting_.at(key);
+    for (const SourceAddress& source : waiting.want.sources)
+      if (Link& link = links_.at(source); link.at == Link::At::idle) greet(link);
+    const auto started = try_start(waiting.want, waiting.until);
+    if (!started)
+      fail_waiting(key, Outcome::failed, {started.error().code, Scope::transfer, started.error().message});
+    else if (*started)
+      waiting_.erase(key);
+  }
+}
+
+// The geometry of the prefill ranks that are connected, if any is; they have to agree.
+Expected<std::shared_ptr<const Side>> TargetEndpoint::source_side(const Want& want) {
+  std::shared_ptr<const Side> side;
+  for (std::size_t s = 0; s < want.sources.size(); ++s) {
+    const Link& link = links_.at(want.sources[s]);
+    if (link.at != Link::At::up) continue;
+    if (link.rank.value != static_cast<std::int32_t>(s))
+      return fail(Code::invalid_argument, "{} is named as prefill rank {}, but says that it is rank {}", link.address.address, s,
+                  link.rank.value);
+    if (side != nullptr && side != link.side)
+      return fail(Code::invalid_argument, "prefill rank {} has another geometry than the ranks before it: {}", s,
+                  to_string(link.side->sharding()));
+    side = link.side;
+  }
+  if (side != nullptr && static_cast<std::size_t>(side->ranks()) != want.sources.size())
+    return fail(Code::invalid_argument, "{} prefill ranks are named, but they say that they are {}", want.sources.size(),
+                side->ranks());
+  return side;
+}
+
+Expected<bool> TargetEndpoint::try_start(const Want& want, Instant until) {
+  const auto described = geometries_.find(want.geometry);
+  if (described == geometries_.end()) return fail(Code::invalid_argument, "geometry {} is forgotten", want.geometry.value);
+  const LocalCache& cache = described->second.cache;
+  const auto side = source_side(want);
+  if (!side) return tl::unexpected(side.error());
+  if (*side == nullptr) return false;
+  const auto plan = plans_.find(*side, cache.side, want.range.end);
+  if (!plan) return tl::unexpected(plan.error());
+  const auto granted = granted_sources(*plan->plan, cache.rank);
+  for (const Rank source : granted)
+    if (links_.at(want.sources[static_cast<std::size_t>(source.value)]).at != Link::At::up) return false;
+  for (const Rank source : granted) {
+    Link& link = links_.at(want.sources[static_cast<std::size_t>(source.value)]);
+    tell_geometry(link, want.geometry);
+    link.transfers.insert(want.key);
+  }
+  std::vector<TargetBook::Action> actions;
+  if (auto ok = book_.begin(job_of(want, cache, *plan, until), now(), actions); !ok) {
+    over(want.key);
+    return tl::unexpected(ok.error());
+  }
+  if (const Receiver* receiver = book_.find(want.key); receiver != nullptr) owed_[want.key] = receiver->expected();
+  obey(actions);
+  return true;
+}
+
+ReceiverJob TargetEndpoint::job_of(const Want& want, const LocalCache& cache, const KnownPlan& plan, Instant until) {
+  ReceiverJob job;
+  job.key = want.key;
+  job.rank = cache.rank;
+  job.plan = plan.plan;
+  job.digest = plan.digest;
+  job.geometry = want.geometry;
+  job.range = want.range;
+  for (const GroupPlan& group : plan.plan->groups()) {
+    const CacheTable& table = want.tables[group_index(plan.plan->target(), group.target)];
+    job.tables.push_back({table.pages, table.pool_pages});
+  }
+  for (const SourceAddress& source : want.sources) {
+    const Link& link = links_.at(source);
+    job.sources.push_back(link.at == Link::At::up ? link.partner : PartnerId(next_partner_++));
+  }
+  job.time = std::max(until - now(), std::chrono::nanoseconds(1));
+  job.can_revoke = transport_.abilities().can_revoke;
+  job.limits = options_.limits;
+  return job;
+}
+
+void TargetEndpoint::fail_waiting(const TransferKey& key, Outcome outcome, Error why) {
+  const TransferKey kept = key;  // `key` may be the map's own
+  waiting_.erase(key);
+  telemetry_.ended(kept, outcome, why, now());
+  telemetry_.released(kept, now());
+  happened_.emplace_back(TargetEnded{kept, outcome, std::move(why), {}, Bytes(0)});
+  happened_.emplace_back(TargetReleased{kept});
+}
+
+std::string TargetEndpoint::missing(const Want& want) const {
+  std::string out;
+  for (std::size_t s = 0; s < want.sources.size(); ++s) {
+    const Link& link = links_.at(want.sources[s]);
+    if (link.at == Link::At::up) continue;
+    out += fmt::format("{}prefill rank {} at {}: {}", out.empty() ? "" : "; ", s, link.address.address, link.why_not);
+  }
+  return out;
+}
+
+// ---- what the book says ----
+
+void TargetEndpoint::obey(std::vector<TargetBook::Action>& actions) {
+  for (TargetBook::Action& action : actions) {
+    if (const auto* message = std::get_if<SendTo>(&action)) {
+      if (std::holds_alternative<Grant>(message->message)) telemetry_.granted();
+      if (const auto link = partners_.find(message->to); link != partners_.end())
+        telemetry_.sent(link->second->socket->send(encode_message(message->message)));
+    } else {
+      auto& keyed = std::get<TargetBook::Keyed>(action);
+      obey(keyed.key, keyed.source, keyed.action);
+    }
+  }
+}
+
+void TargetEndpoint::obey(const TransferKey& key, PartnerId source, Receiver::Action& action) {
+  const auto found = partners_.find(source);
+  Link* const link = found == partners_.end() ? nullptr : found->second;
+  if (const auto* admit = std::get_if<Receiver::Admit>(&action)) {
+    if (link != nullptr) std::ignore = transport_.admit(*link->peer, admit->tag);  // down: PeerDown says so
+  } else if (const auto* revoke = std::get_if<Receiver::Revoke>(&action)) {
+    if (link != nullptr) std::ignore = transport_.revoke(*link->peer, revoke->tag);  // of a lost one nothing can land
+  } else if (std::holds_alternative<Receiver::FenceOff>(action)) {
+    if (link != nullptr) lose(*link, {Code::unavailable, Scope::peer, "it does not answer: fenced off"});
+  } else if (const auto* layer = std::get_if<Receiver::Publish>(&action)) {
+    telemetry_.layer_landed(key, layer->layer, now());
+    happened_.emplace_back(LayerLanded{key, layer->layer});
+  } else if (auto* end = std::get_if<Receiver::End>(&action)) {
+    const Bytes bytes = end->outcome == Outcome::landed ? owed_[key] : Bytes(0);
+    telemetry_.landed(bytes);
+    telemetry_.ended(key, end->outcome, end->why, now());
+    happened_.emplace_back(TargetEnded{key, end->outcome, std::move(end->why), std::move(end->payloads), bytes});
+  } else if (std::holds_alternative<Receiver::Release>(action)) {
+    over(key);
+    telemetry_.released(key, now());
+    happened_.emplace_back(TargetReleased{key});
+  }
+}
+
+void TargetEndpoint::over(const TransferKey& key) {
+  owed_.erase(key);
+  for (auto& [address, link] : links_) link.transfers.erase(key);
+}
+
+}  // namespace kvloom
