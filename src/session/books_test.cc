@@ -108,7 +108,7 @@ TEST(SourceBook, AnswersAStaleGrantAndServesItNever) {
   source.offer();
   EXPECT_EQ(source.tell(Sender::CancelAsked{"preempted"}), "req#1: end cancelled; req#1: release");
   EXPECT_EQ(source.book().open(), 0U);
-  EXPECT_EQ(source.grant(0), "to 200: failed req#1 source=0 reason=\"unavailable: this transfer is over here\"");
+  EXPECT_EQ(source.grant(0), "to 200: failed req#1 source=0 reason=\"cancelled: preempted\"");
   EXPECT_EQ(source.cancel(0), "to 200: quiesced req#1 source=0");
   EXPECT_EQ(source.tell(ready(0, 8)), "");
   std::vector<SourceBook::Action> actions;
@@ -241,10 +241,10 @@ TEST(SourceBook, RemembersTheTransfersThatEndedLast) {
     source.tell(Sender::CancelAsked{"enough"}, key(epoch));
   };
   for (std::uint64_t epoch = 0; epoch < SourceBook::kRemembered; ++epoch) end(epoch);
-  EXPECT_EQ(source.grant(0, key(0)), "to 200: failed req#0 source=0 reason=\"unavailable: this transfer is over here\"");
+  EXPECT_EQ(source.grant(0, key(0)), "to 200: failed req#0 source=0 reason=\"cancelled: enough\"");
   end(SourceBook::kRemembered);
   EXPECT_EQ(source.grant(0, key(0)), "to 200: accepted req#0 source=0") << "forgotten: it waits for its time, at most";
-  EXPECT_EQ(source.grant(0, key(1)), "to 200: failed req#1 source=0 reason=\"unavailable: this transfer is over here\"");
+  EXPECT_EQ(source.grant(0, key(1)), "to 200: failed req#1 source=0 reason=\"cancelled: enough\"");
 }
 
 // ---- of targets ----

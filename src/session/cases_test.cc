@@ -251,7 +251,7 @@ TEST(Cases, Case28_AGrantAfterTheSourcesTimePostsNothing) {
   book.message(target_partner(0), shapes::grant_of(*plan, 0, {0, 8}), 11s, actions);
   ASSERT_EQ(actions.size(), 1U);
   EXPECT_EQ(to_string(std::get<SendTo>(actions[0]).message),
-            "failed req#1 source=0 reason=\"unavailable: this transfer is over here\"");
+            "failed req#1 source=0 reason=\"deadline: time is up; no decode rank has granted it\"");
 }
 
 TEST(Cases, Case29_OnlyDurationsCrossHosts) {

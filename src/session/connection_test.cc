@@ -67,7 +67,8 @@ TEST(Connection, StaysWithinItsLimitsWhateverByteChanges) {
         byte = static_cast<std::uint8_t>(value);
         const auto read = decode_told(bytes);
         ASSERT_TRUE(read || !read.error().message.empty());
-        if (read) ASSERT_EQ(decode_told(encode_told(*read)).value(), *read);
+        if (!read) continue;
+        ASSERT_EQ(decode_told(encode_told(*read)).value(), *read);
       }
       byte = was;
     }
