@@ -34,12 +34,13 @@ Expected<LocalCache> LocalCache::make(std::shared_ptr<const Side> side, Rank ran
 }
 
 Expected<std::shared_ptr<const Side>> KnownSides::find(const std::vector<std::uint8_t>& bytes) {
-  if (const auto at = sides_.find(bytes); at != sides_.end()) return at->second;
+  std::string key(bytes.begin(), bytes.end());
+  if (const auto at = sides_.find(key); at != sides_.end()) return at->second;
   auto side = decode_side(bytes);
   if (!side) return tl::unexpected(side.error());
   auto made = std::make_shared<const Side>(std::move(*side));
-  sides_.emplace(bytes, made);
-  order_.push_back(bytes);
+  sides_.emplace(key, made);
+  order_.push_back(std::move(key));
   if (order_.size() > kMost) {
     sides_.erase(order_.front());
     order_.pop_front();

@@ -57,8 +57,8 @@ class KnownSides {
 
  private:
   static constexpr std::size_t kMost = 256;
-  std::map<std::vector<std::uint8_t>, std::shared_ptr<const Side>> sides_;
-  std::list<std::vector<std::uint8_t>> order_;
+  std::map<std::string, std::shared_ptr<const Side>> sides_;  // by their bytes
+  std::list<std::string> order_;
 };
 
 struct KnownPlan {

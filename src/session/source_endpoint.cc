@@ -385,7 +385,7 @@ void SourceEndpoint::obey(const TransferKey& key, Sender::Action& action) {
     const auto tail = now() - transfers_.at(key).last_ready;
     telemetry_.ended(key, end->outcome, end->why, now());
     if (end->outcome == Outcome::landed) telemetry_.tail(tail);
-    happened_.emplace_back(SourceEnded{key, end->outcome, std::move(end->why), tail});
+    happened_.emplace_back(SourceEnded{key, end->outcome, std::move(end->why), now(), tail});
     return;
   }
   transfers_.erase(key);

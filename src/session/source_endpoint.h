@@ -45,6 +45,7 @@ struct SourceEnded {
   TransferKey key;
   Outcome outcome;
   Error why;                                // where it did not land: names rank and cause
+  Instant at{};
   std::chrono::nanoseconds exposed_tail{};  // landed: from the last `ready` (or the grant, if that came later) until now
 };
 // The pages are the engine's again, once, with or after SourceEnded.

@@ -432,7 +432,7 @@ void TargetEndpoint::fail_waiting(const TransferKey& key, Outcome outcome, Error
   waiting_.erase(key);
   telemetry_.ended(kept, outcome, why, now());
   telemetry_.released(kept, now());
-  happened_.emplace_back(TargetEnded{kept, outcome, std::move(why), {}, Bytes(0)});
+  happened_.emplace_back(TargetEnded{kept, outcome, std::move(why), {}, Bytes(0), now()});
   happened_.emplace_back(TargetReleased{kept});
 }
 
@@ -477,7 +477,7 @@ void TargetEndpoint::obey(const TransferKey& key, PartnerId source, Receiver::Ac
     const Bytes bytes = end->outcome == Outcome::landed ? owed_[key] : Bytes(0);
     telemetry_.landed(bytes);
     telemetry_.ended(key, end->outcome, end->why, now());
-    happened_.emplace_back(TargetEnded{key, end->outcome, std::move(end->why), std::move(end->payloads), bytes});
+    happened_.emplace_back(TargetEnded{key, end->outcome, std::move(end->why), std::move(end->payloads), bytes, now()});
   } else if (std::holds_alternative<Receiver::Release>(action)) {
     over(key);
     telemetry_.released(key, now());

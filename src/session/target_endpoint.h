@@ -54,6 +54,7 @@ struct TargetEnded {
   Error why;                                                      // where it did not land: names rank and cause
   std::vector<std::pair<Rank, std::vector<std::byte>>> payloads;  // landed: from each prefill rank that sent one
   Bytes bytes;                                                    // that landed
+  Instant at{};
 };
 // The pages are the engine's again, once. After TargetEnded, or later: until then they are in quarantine.
 struct TargetReleased {

@@ -29,7 +29,7 @@ void words(std::uint64_t seed, std::span<std::byte> out) {
 }  // namespace
 
 void content_row(const RowCoordinate& row, std::span<std::byte> out) {
-  std::uint64_t seed = 0;
+  std::uint64_t seed = static_cast<std::uint64_t>(row.request) * kGolden;
   for (const std::int64_t part : {std::int64_t{row.group}, std::int64_t{row.layer.value}, row.token, row.head, row.plane})
     seed = mix((seed + static_cast<std::uint64_t>(part) + 1) * kGolden);
   words(seed, out);

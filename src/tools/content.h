@@ -1,5 +1,5 @@
 // content.h: bytes whose right value anyone can work out: what `run` fills caches with and checks them against.  Stage: tools.
-// A byte is a function of its coordinate (group, layer, token, head, plane, byte) and of nothing else: no plan, no rank, no address.
+// A byte is a function of its coordinate (request, group, layer, token, head, plane, byte) and of nothing else: no plan, no rank, no address.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +14,7 @@ struct RowCoordinate {
   std::int32_t group = 0;
   LayerId layer;
   std::int64_t token = 0, head = 0, plane = 0;
+  std::int64_t request = 0;
 };
 
 // Writes the row's bytes [0, out.size()).

@@ -66,11 +66,16 @@ const Tensor& TensorMap::find(std::int32_t group, LayerId layer) const {
 
 std::int64_t write_rows(const RankCache& cache, const Tensor& tensor, std::int64_t begin, std::int64_t end,
                         std::span<std::byte> memory) {
-  const GroupSide& side = cache.side(tensor.group);
-  const Place& place = side.places[static_cast<std::size_t>(cache.rank.value)];
-  const StridedSet own = side.tokens.part(place.tokens, cache.total),
+  return write_rows({&cache.side(tensor.group), cache.rank, tensor.group, tensor.layer, cache.total, 0},
+                    cache.table(tensor.group), begin, end, memory);
+}
+
+std::int64_t write_rows(const RowsOf& rows, std::span<const PageId> table, std::int64_t begin, std::int64_t end,
+                        std::span<std::byte> memory) {
+  const GroupSide& side = *rows.side;
+  const Place& place = side.places[static_cast<std::size_t>(rows.rank.value)];
+  const StridedSet own = side.tokens.part(place.tokens, rows.total),
                    &heads = side.head_parts[static_cast<std::size_t>(place.heads)];
-  const auto table = cache.table(tensor.group);
   const std::int64_t page_tokens = side.layout.page_tokens(),
                      parts = side.tokens.rule == TokenRule::value ? side.tokens.parts : 0;
   std::vector<std::byte> scratch;
@@ -85,7 +90,8 @@ std::int64_t write_rows(const RankCache& cache, const Tensor& tensor, std::int64
     for (std::int64_t h = 0; h < heads.size(); ++h)
       for (std::size_t p = 0; p < side.planes.size(); ++p) {
         const PlaneLayout& plane = side.layout.planes()[p];
-        const RowCoordinate row{tensor.group, tensor.layer, token, heads.start() + h, static_cast<std::int64_t>(p)};
+        const RowCoordinate row{rows.group,         rows.layer, token, heads.start() + h, static_cast<std::int64_t>(p),
+                                rows.request};
         write_row(plane, row, page * side.layout.page_stride() + plane.at(slot, h, 0), memory, scratch);
         written += plane.bytes;
       }

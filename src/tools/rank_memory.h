@@ -50,7 +50,18 @@ struct RankCache {
   std::span<const PageId> table(std::int32_t group) const { return (*tables)[static_cast<std::size_t>(group)].of(rank).pages(); }
 };
 
-// Writes the rows of tokens [begin, end) that the rank holds of one tensor.  Returns the bytes written.
+// What is written: one request's tensor, on one rank.
+struct RowsOf {
+  const GroupSide* side = nullptr;
+  Rank rank;
+  std::int32_t group = 0;
+  LayerId layer;
+  std::int64_t total = 0;  // tokens of the request
+  std::int64_t request = 0;
+};
+// Writes the rows of tokens [begin, end) that the rank holds, of a state: token 0.  Returns the bytes written.
+std::int64_t write_rows(const RowsOf& rows, std::span<const PageId> table, std::int64_t begin, std::int64_t end,
+                        std::span<std::byte> memory);
 std::int64_t write_rows(const RankCache& cache, const Tensor& tensor, std::int64_t begin, std::int64_t end,
                         std::span<std::byte> memory);
 

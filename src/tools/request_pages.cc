@@ -1,0 +1,177 @@
+#include "kvloom/tools/request_pages.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kvloom/tools/content.h"
+#include "kvloom/tools/rank_memory.h"
+#include "kvloom/tools/tables.h"
+
+namespace kvloom {
+namespace {
+
+constexpr std::int64_t kAlign = 4096;
+
+}  // namespace
+
+Expected<std::unique_ptr<RequestPages>> RequestPages::make(std::shared_ptr<const Side> side, Rank rank,
+                                                           std::vector<std::int64_t> pool_pages, std::uint64_t seed,
+                                                           Transport& transport) {
+  std::unique_ptr<RequestPages> out(new RequestPages(std::move(side), rank));
+  for (const GroupSide& group : out->side_->groups())
+    if (group.tokens.rule == TokenRule::value)
+      return fail(Code::unsupported, "group {}: pages that have ranks by their value need one allocator for all ranks",
+                  group.name);
+  std::int64_t length = 0;
+  std::vector<PlacedTensor> placed;
+  for (const HeldTensor& held : held_tensors(*out->side_, rank)) {
+    const auto g = static_cast<std::size_t>(held.first);
+    const auto bytes = checked_mul(pool_pages[g], out->side_->groups()[g].layout.page_stride());
+    const auto next = bytes ? checked_add(length, ceil_div(*bytes, kAlign) * kAlign) : std::nullopt;
+    if (!next) return fail(Code::overflow, "the cache of rank {} does not fit 63 bits", rank.value);
+    out->tensors_[held] = {length, *bytes};
+    placed.push_back({held.first, held.second, {{Bytes(0), Bytes(*bytes), 0, Bytes(length)}}});
+    length = *next;
+  }
+  std::vector<const Region*> regions;
+  if (length > 0) {
+    auto region = transport.allocate(Bytes(length));
+    if (!region) return tl::unexpected(region.error());
+    out->region_ = std::move(*region);
+    regions.push_back(&out->region_);
+  }
+  auto local = LocalCache::make(out->side_, rank, regions, std::move(placed));
+  if (!local) return tl::unexpected(local.error());
+  out->local_ = std::move(*local);
+  out->pool_pages_ = std::move(pool_pages);
+  std::mt19937_64 random(seed * 1009 + static_cast<std::uint64_t>(rank.value));
+  for (const std::int64_t pages : out->pool_pages_) {
+    std::vector<PageId>& free = out->free_.emplace_back();
+    for (std::int64_t page = 0; page < pages; ++page) free.emplace_back(page);
+    std::shuffle(free.begin(), free.end(), random);
+  }
+  for (const auto& [held, place] : out->tensors_)
+    for (const PageId page : out->free_[static_cast<std::size_t>(held.first)]) out->canary_page(held.first, held.second, page);
+  return out;
+}
+
+std::span<std::byte> RequestPages::tensor(std::int32_t group, LayerId layer) const {
+  const Place& place = tensors_.at({group, layer});
+  return region_.memory().subspan(static_cast<std::size_t>(place.offset), static_cast<std::size_t>(place.length));
+}
+
+std::span<std::byte> RequestPages::page(std::int32_t group, LayerId layer, PageId id) const {
+  const auto stride = static_cast<std::size_t>(side_->groups()[static_cast<std::size_t>(group)].layout.page_stride());
+  return tensor(group, layer).subspan(static_cast<std::size_t>(id.value) * stride, stride);
+}
+
+std::int64_t RequestPages::canary_at(std::int32_t group, LayerId layer, PageId id) const {
+  return tensors_.at({group, layer}).offset + id.value * side_->groups()[static_cast<std::size_t>(group)].layout.page_stride();
+}
+
+void RequestPages::canary_page(std::int32_t group, LayerId layer, PageId id) const {
+  canary(owner(), canary_at(group, layer, id), page(group, layer, id));
+}
+
+std::int64_t RequestPages::columns(std::size_t group, std::int64_t tokens, std::int64_t total) const {
+  return columns_needed(side_->groups()[group], rank_, tokens, total);
+}
+
+Expected<std::vector<CacheTable>> RequestPages::take(std::int64_t request, std::int64_t tokens, std::int64_t total) {
+  auto& tables = requests_[request];
+  tables.resize(side_->groups().size());
+  std::vector<CacheTable> out(tables.size());
+  for (std::size_t g = 0; g < tables.size(); ++g) {
+    const auto wanted = static_cast<std::size_t>(columns(g, tokens, total));
+    if (wanted > tables[g].size()) {
+      const std::size_t more = wanted - tables[g].size();
+      if (more > free_[g].size())
+        return fail(Code::exhausted, "group {}: {} pages are wanted, {} are free", side_->groups()[g].name, more,
+                    free_[g].size());
+      tables[g].insert(tables[g].end(), free_[g].end() - static_cast<std::ptrdiff_t>(more), free_[g].end());
+      free_[g].resize(free_[g].size() - more);
+    }
+    out[g] = {tables[g], pool_pages_[g]};
+  }
+  return out;
+}
+
+void RequestPages::give_back(std::int64_t request) {
+  const auto at = requests_.find(request);
+  if (at == requests_.end()) return;
+  for (const auto& [held, place] : tensors_)
+    for (const PageId page : at->second[static_cast<std::size_t>(held.first)]) canary_page(held.first, held.second, page);
+  for (std::size_t g = 0; g < free_.size(); ++g) free_[g].insert(free_[g].end(), at->second[g].begin(), at->second[g].end());
+  requests_.erase(at);
+}
+
+void RequestPages::fill(std::int64_t request, LayerId layer, std::int64_t begin, std::int64_t end, std::int64_t total) {
+  const auto& tables = requests_.at(request);
+  for (const auto& [held, place] : tensors_) {
+    if (held.second != layer) continue;
+    const auto g = static_cast<std::size_t>(held.first);
+    const GroupSide& group = side_->groups()[g];
+    const bool state = group.kind == GroupKind::state;
+    if (state && end < total) continue;
+    write_rows({&group, rank_, held.first, layer, total, request}, tables[g], state ? 0 : begin, state ? 1 : end,
+               tensor(held.first, layer));
+  }
+}
+
+std::int64_t RequestPages::wrong_bytes(std::int64_t request, TokenRange range, std::int64_t total) const {
+  const auto& tables = requests_.at(request);
+  std::int64_t wrong = 0;
+  std::vector<std::byte> expected;
+  std::vector<PageId> compact;
+  for (const auto& [held, place] : tensors_) {
+    const auto g = static_cast<std::size_t>(held.first);
+    const GroupSide& group = side_->groups()[g];
+    const auto stride = static_cast<std::size_t>(group.layout.page_stride());
+    const std::vector<PageId>& table = tables[g];
+    expected.resize(table.size() * stride);
+    compact.clear();
+    for (std::size_t column = 0; column < table.size(); ++column) {
+      canary(owner(), canary_at(held.first, held.second, table[column]), std::span(expected).subspan(column * stride, stride));
+      compact.emplace_back(static_cast<std::int64_t>(column));
+    }
+    const TokenRange want = kvloom::wanted(group, range);
+    write_rows({&group, rank_, held.first, held.second, total, request}, compact, want.begin, want.end, expected);
+    for (std::size_t column = 0; column < table.size(); ++column) {
+      const auto got = page(held.first, held.second, table[column]);
+      const std::byte* right = expected.data() + column * stride;
+      if (std::memcmp(got.data(), right, stride) == 0) continue;
+      for (std::size_t i = 0; i < stride; ++i) wrong += got[i] != right[i];
+    }
+  }
+  return wrong;
+}
+
+std::int64_t RequestPages::wrong_free_bytes() const {
+  std::int64_t wrong = 0;
+  std::vector<std::byte> expected;
+  for (const auto& [held, place] : tensors_)
+    for (const PageId id : free_[static_cast<std::size_t>(held.first)]) {
+      const auto got = page(held.first, held.second, id);
+      expected.resize(got.size());
+      canary(owner(), canary_at(held.first, held.second, id), expected);
+      if (std::memcmp(got.data(), expected.data(), got.size()) == 0) continue;
+      for (std::size_t i = 0; i < got.size(); ++i) wrong += got[i] != expected[i];
+    }
+  return wrong;
+}
+
+std::int64_t RequestPages::taken() const {
+  std::int64_t taken = 0;
+  for (std::size_t g = 0; g < free_.size(); ++g) taken += pool_pages_[g] - static_cast<std::int64_t>(free_[g].size());
+  return taken;
+}
+
+std::vector<LayerId> RequestPages::layers() const {
+  std::vector<LayerId> out;
+  for (const auto& [held, place] : tensors_) out.push_back(held.second);
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+}  // namespace kvloom

@@ -1,0 +1,45 @@
+// worker.h: a process that plays one rank of an engine with a real session: it takes pages, computes layers, lets them be pushed or receives
+// them, and checks every byte.  Stage: tools.  `run --stream`, `soak` and tests/faults drive it over a Channel, one JSON object a message:
+//   command {"do": WORD, ...}  is answered by {"say": "done", "do": WORD, ...} or {"say": "refused", "do": WORD, "why": ...}
+//   what happens by itself comes as {"say": "ended" | "layer" | "released" | "checked", "key", "epoch", ...}
+// Prefill: offer {key, epoch, request, total, time_ms, hold}, compute {key, epoch, request, total, begin, end [, layers, layer_ns, busy]},
+//   play {steps, layer_ns, busy, mode}, cancel {key, epoch, why}, prepare {requests}.
+// Decode: begin {key, epoch, request, total, prefix, time_ms, sources, hold, layers}, check {key, epoch}, cancel.
+// Both: state, metrics, trace, quit.
+// Threads: one that obeys and computes, one of the session, and the transport's copy helpers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvloom/geometry/side.h"
+#include "kvloom/session/log.h"
+#include "kvloom/session/pacer.h"
+#include "kvloom/session/session.h"
+#include "kvloom/tools/run_control.h"
+
+namespace kvloom {
+
+struct WorkerSpec {
+  std::shared_ptr<const Side> side;  // shared with all workers that were forked with it
+  Rank rank;
+  bool prefill = false;
+  std::vector<std::int64_t> pool_pages;  // [groups]
+  std::uint64_t seed = 1;
+  std::string address = "tcp://127.0.0.1:*";  // of a prefill rank's control socket; a restarted one has the same
+  SessionLimits limits;
+  std::chrono::nanoseconds heartbeat = std::chrono::milliseconds(250), silence = std::chrono::seconds(1);
+  PaceLimits pace;
+  int copy_threads = 1;
+  bool trace = false;
+  LogLevel log = LogLevel::error;
+
+  std::string name() const { return fmt::format("{} rank {}", prefill ? "prefill" : "decode", rank.value); }
+};
+
+// Says {"say": "ready", "address": ...}, then obeys until told to quit or the other end is gone.
+Expected<void> run_worker(const WorkerSpec& spec, Channel& channel);
+
+}  // namespace kvloom
