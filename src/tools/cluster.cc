@@ -126,6 +126,7 @@ bool WorkerCluster::listen(std::chrono::milliseconds at_most) {
   result.wrong_bytes += event->said.value("wrong", std::int64_t{0});
   if (workers.spec(event->worker).prefill) return true;
   result.payload += event->said.value("payload", std::int64_t{0});
+  result.bytes += event->said.value("bytes", std::int64_t{0});
   result.landed_at = std::max(result.landed_at, event->said["at"].get<std::int64_t>());
   return true;
 }

@@ -35,6 +35,7 @@ struct ServedResult {
   std::map<WorkerId, std::string> outcomes, whys;
   std::set<WorkerId> told, released;
   std::int64_t wrong_bytes = 0, payload = 0;
+  std::int64_t bytes = 0;      // that landed, on all decode ranks
   std::int64_t landed_at = 0;  // CLOCK_MONOTONIC, ns; of the last decode rank
   std::set<std::pair<WorkerId, std::int32_t>> layers;
   bool over() const { return released.size() == told.size(); }

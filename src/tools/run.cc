@@ -9,8 +9,10 @@
 #include "kvloom/tools/job.h"
 #include "kvloom/tools/measure.h"
 #include "kvloom/tools/print.h"
+#include "kvloom/tools/request_trace.h"
 #include "kvloom/tools/run_job.h"
 #include "kvloom/tools/run_parent.h"
+#include "kvloom/tools/stream.h"
 #include "kvloom/tools/verb.h"
 
 namespace kvloom {
@@ -20,10 +22,12 @@ constexpr const char* kExamples =
     "Examples:\n"
     "  kvloom run --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --prefix 1000\n"
     "  kvloom run --model samples/llama-3.1-8b.json --prefill tp=4 --decode tp=2,page=16 --tokens 4096 --seed 7 --json\n"
+    "  kvloom run --model samples/qwen3-30b-a3b.json --prefill tp=1 --decode tp=1 --stream --tokens 8192 --chunk 2048 --requests 16\n"
     "\n"
     "Starts a process a rank. Prefill ranks fill their caches with bytes that depend on (layer, token, head, plane, byte) only "
     "and push them layer by\n"
-    "layer through shared memory; decode ranks check every byte of their pools. Exit code 1: a byte is wrong, or a rank died.";
+    "layer through shared memory; decode ranks check every byte of their pools. With --stream computing takes time, and what of the\n"
+    "transfer is left when it ends is measured. Exit code 1: a byte is wrong, or a rank died.";
 
 constexpr std::size_t kMostPaths = 64;  // that are printed; --html and plan show all
 
@@ -35,6 +39,10 @@ struct RunWords {
   std::int64_t patience = 120;
   bool naive = true;
   bool json = false;
+  // With --stream:
+  bool stream = false, busy = false;
+  std::int64_t requests = 1, at_once = 0, chunk = 0, layer_ns = 2'000'000, scale = 1, rate = 0;
+  std::string trace, timeline;
 };
 
 double gb_per_s(std::int64_t bytes, double seconds) { return seconds > 0 ? static_cast<double>(bytes) * 1e-9 / seconds : 0; }
@@ -102,7 +110,63 @@ void print_verdict(std::FILE* out, const RunReport& report) {
              report.checksums_equal ? "equal" : "differ");
 }
 
+constexpr std::int64_t kLayerTokens = 2048;  // that take --layer-time where no --chunk is said
+
+// As many tokens as the trace's requests have; without a trace, as --tokens says.
+Expected<std::vector<std::int64_t>> lengths(const RunWords& words) {
+  if (words.trace.empty()) {
+    if (words.job.tokens == 0) return fail(Code::invalid_argument, "--tokens or --trace is required: how long the requests are");
+    return std::vector<std::int64_t>(static_cast<std::size_t>(words.requests), words.job.tokens);
+  }
+  const auto text = read_file(words.trace);
+  if (!text) return tl::unexpected(text.error());
+  const auto requests = parse_trace(*text, static_cast<std::size_t>(words.requests), words.trace);
+  if (!requests) return tl::unexpected(requests.error());
+  std::vector<std::int64_t> out;
+  for (const TraceRequest& request : *requests) {
+    const std::int64_t tokens = std::max<std::int64_t>(1, request.tokens / words.scale);
+    out.push_back(words.job.tokens > 0 ? std::min(tokens, words.job.tokens) : tokens);
+  }
+  return out;
+}
+
+Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
+  auto tokens = lengths(words);
+  if (!tokens) return tl::unexpected(tokens.error());
+  JobWords job_words = words.job;
+  job_words.tokens = *std::max_element(tokens->begin(), tokens->end());
+  auto job = make_job(job_words);
+  if (!job) return tl::unexpected(job.error());
+  StreamJob stream;
+  stream.job = std::move(*job);
+  stream.tokens = std::move(*tokens);
+  stream.at_once = words.at_once;
+  stream.chunk = words.chunk;
+  stream.layer_ns = words.layer_ns;
+  stream.layer_tokens = words.chunk > 0 ? words.chunk : kLayerTokens;
+  stream.busy = words.busy;
+  stream.worker.seed = words.seed >= 0 ? static_cast<std::uint64_t>(words.seed) : std::random_device{}();
+  stream.worker.pace.bytes_per_second = words.rate;
+  stream.timeline = words.timeline;
+  if (!words.json)
+    fmt::print(context.out, "{} requests of {} to {} tokens; {} prefill and {} decode processes; {} ms a layer of {} tokens{}\n\n",
+               stream.tokens.size(), count_text(*std::min_element(stream.tokens.begin(), stream.tokens.end())),
+               count_text(job_words.tokens), stream.job.prefill->ranks(), stream.job.decode->ranks(),
+               static_cast<double>(stream.layer_ns) * 1e-6, count_text(stream.layer_tokens),
+               stream.chunk > 0 ? fmt::format("; chunks of {}", count_text(stream.chunk)) : "");
+  const auto report = run_stream(stream);
+  if (!report) return tl::unexpected(report.error());
+  if (words.json)
+    fmt::print(context.out, "{}\n", stream_json(*report, stream).dump(2));
+  else
+    print_stream(context.out, *report, stream);
+  if (!words.json && !words.timeline.empty())
+    fmt::print(context.out, "The timeline, for https://ui.perfetto.dev: {}\n", words.timeline);
+  return report->wrong_bytes == 0 ? kFine : kJobFailed;
+}
+
 Expected<ExitCode> run(const RunWords& words, const Context& context) {
+  if (words.stream) return run_streamed(words, context);
   if (words.job.tokens == 0) return fail(Code::invalid_argument, "--tokens is required: how many tokens the request has");
   auto job = make_job(words.job);
   if (!job) return tl::unexpected(job.error());
@@ -153,6 +217,21 @@ void add_run(CLI::App& app, Context& context) {
   verb->add_flag("--naive,!--no-naive", words->naive,
                  "Also run the naive way: the whole sequence to every decode rank (on by default)");
   verb->add_flag("--json", words->json, "Print JSON");
+  verb->add_flag("--stream", words->stream,
+                 "Play a prefill that takes time, push while it computes, and print what of the transfer is left when it ends, beside "
+                 "the same pushed at its end. The options below are for it");
+  add_count(*verb, "--requests", words->requests, "that are served", 1, 100000);
+  add_count(*verb, "--at-once", words->at_once, "requests that are computed in turns, chunk by chunk (default: all)", 1, 100000);
+  verb->add_option("--trace", words->trace,
+                   "Take lengths from this trace, a JSON object with \"input_length\" a line (see samples/requests.jsonl); --tokens is "
+                   "then the longest");
+  add_count(*verb, "--scale", words->scale, "by which lengths of the trace are divided", 1, 1 << 20);
+  add_count(*verb, "--chunk", words->chunk, "tokens of a chunk of prefill (default: a request is one)", 1, kMaxTokens);
+  add_duration(*verb, "--layer-time", words->layer_ns,
+               "of a layer of --chunk tokens, or of 2,048 where no chunk is said (default: 2ms)");
+  verb->add_flag("--busy", words->busy, "Computing burns a core, instead of waiting as for an accelerator");
+  add_bytes(*verb, "--rate", words->rate, "a second that each prefill rank may push (default: no limit)");
+  verb->add_option("--timeline", words->timeline, "Write what happened when to this file, for https://ui.perfetto.dev");
 }
 
 }  // namespace kvloom

@@ -108,6 +108,24 @@ CLI::Option* add_bytes(CLI::App& verb, const std::string& names, std::int64_t& v
   return add_parsed(verb, names, value, what, parse_bytes)->type_name("BYTES");
 }
 
+Expected<std::int64_t> parse_duration(const std::string& text) {
+  std::size_t used = 0;
+  double number = 0;
+  const auto read = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (read.ec == std::errc()) used = static_cast<std::size_t>(read.ptr - text.data());
+  const std::string unit = text.substr(used);
+  const double scale = unit == "ns" ? 1 : unit == "us" ? 1e3 : unit == "ms" ? 1e6 : unit == "s" ? 1e9 : 0;
+  if (used == 0 || scale == 0 || !(number >= 0))
+    return fail(Code::parse, "'{}' is not a length of time: write 2ms, 500us, 1.5s", text);
+  constexpr double kMost = 86400e9;
+  if (number * scale > kMost) return fail(Code::out_of_range, "'{}' is longer than a day", text);
+  return static_cast<std::int64_t>(number * scale);
+}
+
+CLI::Option* add_duration(CLI::App& verb, const std::string& names, std::int64_t& nanoseconds, const std::string& what) {
+  return add_parsed(verb, names, nanoseconds, what, parse_duration)->type_name("TIME");
+}
+
 // ---- files ----
 
 namespace {

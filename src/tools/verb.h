@@ -56,6 +56,12 @@ CLI::Option* add_bytes(CLI::App& verb, const std::string& names, std::int64_t& v
 // 12, 80GiB, 1.5GB.  @error parse, overflow; the sentence has the text
 Expected<std::int64_t> parse_bytes(const std::string& text);
 
+// "--layer-time 2ms": a length of time, with its unit: ns, us, ms, s.
+CLI::Option* add_duration(CLI::App& verb, const std::string& names, std::int64_t& nanoseconds, const std::string& what);
+
+// 2ms, 1.5s.  @error parse, out_of_range; the sentence has the text
+Expected<std::int64_t> parse_duration(const std::string& text);
+
 // A file's text.  @error invalid_argument: cannot be read, is a folder, or is over `most` bytes: with its name and why
 Expected<std::string> read_file(const std::string& name, std::int64_t most = std::int64_t{1} << 30);
 // Beside the old one first, then renamed: a reader never sees half a file.  @error io

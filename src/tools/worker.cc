@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <set>
 
 #include "kvloom/session/endpoint_thread.h"
 #include "kvloom/session/source_endpoint.h"
@@ -292,14 +293,16 @@ class PrefillWorker final : public Worker<SourceEndpoint, SourceEvent> {
     const auto own = pages_->layers();
     const TrackId track = trace_ != nullptr ? trace_->track("layer compute") : TrackId();
     json times = json::array();
+    std::set<TransferKey> told;
+    for (const json& step : command["steps"])
+      if (const TransferKey key = key_of(step); mode != "alone" && told.insert(key).second)
+        if (auto ok = take(key, step["request"], step["total"], step["total"]); !ok) return tl::unexpected(ok.error());
     pass(command["begin_at"].get<std::int64_t>() - now_ns(), false);
     for (const json& step : command["steps"]) {
       const TransferKey key = key_of(step);
       const std::int64_t request = step["request"], end = step["end"], total = step["total"];
       const double part = step["part"];  // of a whole chunk: a short one takes less
       const std::int64_t begun = now_ns();
-      if (mode != "alone" && step["begin"].get<std::int64_t>() == step["first"].get<std::int64_t>())
-        if (auto ok = take(key, request, total, total); !ok) return tl::unexpected(ok.error());
       for (std::int32_t l = 0; l < layers; ++l) {
         const LayerId layer(l);
         const Instant from = monotonic_now();

@@ -1,0 +1,57 @@
+// stream.h: `kvloom run --stream`: a prefill that takes time, its cache pushed while it computes, beside the same pushed at its end.  Stage: tools.
+// Three passes over the same requests and pages: alone (nothing is pushed), one shot (each request's cache leaves when its prefill ends), and
+// stream (each layer of each chunk leaves when it is computed). All times are of CLOCK_MONOTONIC, one clock for all processes of the host.
+//   exposed tail = landed at the last decode rank - end of prefill at the last prefill rank: what streaming cannot hide.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "kvloom/tools/job.h"
+#include "kvloom/tools/workers.h"
+
+namespace kvloom {
+
+struct StreamJob {
+  Job job;                            // its tokens are those of each request, where there is no trace
+  std::vector<std::int64_t> tokens;   // [requests]
+  std::int64_t at_once = 0;           // requests that are computed in turns, chunk by chunk; 0: all
+  std::int64_t chunk = 0;             // tokens; 0: each request is one
+  std::int64_t layer_ns = 2'000'000;  // of a layer of `layer_tokens` tokens; others in proportion
+  std::int64_t layer_tokens = 2048;
+  bool busy = false;  // computing burns a core, as its own CPU time; else it waits, as for an accelerator
+  WorkerSpec worker;  // what all ranks have in common
+  std::string timeline;  // a file for Perfetto; empty: none
+};
+
+struct StreamRequest {
+  std::int64_t id = 0, tokens = 0, bytes = 0;
+  double prefill_alone_ms = 0, prefill_ms = 0;           // from the first chunk's begin to the last one's end
+  double landed_ms = 0, exposed_tail_ms = 0;             // streamed
+  double one_shot_prefill_ms = 0, one_shot_tail_ms = 0;  // pushed at the end
+  std::int64_t wrong_bytes = 0;                          // of both ways
+};
+
+struct Quantiles {
+  double p50 = 0, p99 = 0, max = 0;
+};
+Quantiles quantiles(std::vector<double> values);  // of none: zeros
+
+struct StreamReport {
+  std::vector<StreamRequest> requests;
+  Quantiles exposed_tail, one_shot_tail;
+  double layer_wire_ms = 0;  // of one layer of the longest request, at the rate of the fastest one shot
+  double prefill_slowed = 0;  // prefill with push / alone, over all requests
+  std::int64_t wrong_bytes = 0;
+  std::int64_t posts = 0, layers_times_chunks = 0;  // of one prefill rank, streamed; what one post for each would be
+};
+
+// @error as WorkerCluster::make; unavailable: a transfer that did not land, with its reason
+Expected<StreamReport> run_stream(const StreamJob& job);
+
+nlohmann::json stream_json(const StreamReport& report, const StreamJob& job);
+void print_stream(std::FILE* out, const StreamReport& report, const StreamJob& job);
+
+}  // namespace kvloom
