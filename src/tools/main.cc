@@ -33,6 +33,7 @@ void add_verbs(CLI::App& app, Context& context) {
   add_run(app, context);
   add_bench(app, context);
   add_simulate(app, context);
+  add_soak(app, context);
   add_doctor(app, context);
   add_completion(app, context);
 }

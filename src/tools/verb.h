@@ -74,6 +74,7 @@ void add_plan(CLI::App& app, Context& context);
 void add_run(CLI::App& app, Context& context);
 void add_bench(CLI::App& app, Context& context);
 void add_simulate(CLI::App& app, Context& context);
+void add_soak(CLI::App& app, Context& context);
 void add_doctor(CLI::App& app, Context& context);
 void add_completion(CLI::App& app, Context& context);
 
