@@ -1,5 +1,7 @@
 #include "kvloom/bind/cache_memory.h"
 
+#include <algorithm>
+
 namespace kvloom {
 
 std::vector<HeldTensor> held_tensors(const Side& side, Rank rank) {
@@ -45,15 +47,11 @@ Expected<CacheMemory> CacheMemory::make(const Side& side, Rank rank, std::span<c
     if (!out.tensors_.try_emplace({tensor.group, tensor.layer}, std::move(*parts)).second)
       return fail(Code::invalid_argument, "group {} layer {} is there twice", tensor.group, tensor.layer.value);
   }
-  std::size_t held = 0;
-  for (const auto& [group, layer] : held_tensors(side, rank)) {
-    if (!out.tensors_.contains({group, layer}))
-      return fail(Code::invalid_argument, "rank {} holds group {} layer {}, but its memory is not said", rank.value, group,
-                  layer.value);
-    ++held;
-  }
-  if (held != out.tensors_.size())
-    return fail(Code::invalid_argument, "{} tensors, but rank {} holds {}", out.tensors_.size(), rank.value, held);
+  const auto held = held_tensors(side, rank);
+  for (const auto& [tensor, parts] : out.tensors_)
+    if (!std::binary_search(held.begin(), held.end(), tensor))
+      return fail(Code::invalid_argument, "rank {} does not hold group {} layer {}", rank.value, tensor.first,
+                  tensor.second.value);
   return out;
 }
 

@@ -30,13 +30,17 @@ class CacheMemory {
  public:
   CacheMemory() = default;
   // `regions`: their lengths.
-  // @error invalid_argument: a rank that the side has not; a tensor that the rank does not hold, or that is there twice, or is missing
-  //        (with group and layer); as TensorRegions::make; out_of_range: a part outside of its region
+  // Tensors that the rank holds may be left out: those can't be moved.
+  // @error invalid_argument: a rank that the side has not; a tensor that the rank does not hold, or that is there twice (with group and layer);
+  //        as TensorRegions::make; out_of_range: a part outside of its region
   static Expected<CacheMemory> make(const Side& side, Rank rank, std::span<const Bytes> regions,
                                     std::vector<PlacedTensor> tensors);
 
-  // @pre the rank holds it
-  const TensorRegions& find(std::int32_t group, LayerId layer) const { return tensors_.at({group, layer}); }
+  // nullptr: it was left out.
+  const TensorRegions* find(std::int32_t group, LayerId layer) const {
+    const auto at = tensors_.find({group, layer});
+    return at == tensors_.end() ? nullptr : &at->second;
+  }
 
  private:
   std::map<HeldTensor, TensorRegions> tensors_;

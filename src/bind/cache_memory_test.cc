@@ -27,11 +27,11 @@ TEST(CacheMemory, FindsEachTensorThatTheRankHolds) {
     const auto memory = CacheMemory::make(side, rank, std::span(&length, 1), tensors);
     ASSERT_TRUE(memory) << memory.error().message;
     for (const PlacedTensor& tensor : tensors)
-      EXPECT_EQ(memory->find(tensor.group, tensor.layer).parts()[0].region_offset, tensor.parts[0].region_offset);
+      EXPECT_EQ(memory->find(tensor.group, tensor.layer)->parts()[0].region_offset, tensor.parts[0].region_offset);
   }
 }
 
-TEST(CacheMemory, RefusesWhatARankDoesNotHoldOrDoesNotSay) {
+TEST(CacheMemory, RefusesWhatARankDoesNotHold) {
   const Side side = shapes::side(shapes::gqa(2), "cp=2:layers");
   const Bytes length = kTensor * 64;
   const auto make = [&](Rank rank, std::vector<PlacedTensor> tensors) {
@@ -39,14 +39,16 @@ TEST(CacheMemory, RefusesWhatARankDoesNotHoldOrDoesNotSay) {
   };
   auto tensors = one_after_another(side, Rank(0));
   EXPECT_TRUE(says(make(Rank(2), tensors), "rank 2 of a side of 2 ranks"));
-  EXPECT_TRUE(says(make(Rank(1), tensors), "but its memory is not said"));
+  EXPECT_TRUE(says(make(Rank(1), tensors), "rank 1 does not hold group 0 layer 0"));
   tensors.push_back(tensors.front());
   EXPECT_TRUE(says(make(Rank(0), tensors), "group 0 layer 0 is there twice"));
   tensors.back().layer = LayerId(99);
-  EXPECT_TRUE(says(make(Rank(0), tensors), "tensors, but rank 0 holds"));
+  EXPECT_TRUE(says(make(Rank(0), tensors), "rank 0 does not hold group 0 layer 99"));
   tensors.pop_back();
   tensors.pop_back();
-  EXPECT_TRUE(says(make(Rank(0), tensors), "but its memory is not said"));
+  const auto left_out = make(Rank(0), tensors);
+  ASSERT_TRUE(left_out);
+  EXPECT_EQ(left_out->find(0, LayerId(1)), nullptr);
 }
 
 TEST(CacheMemory, RefusesPartsOutsideOfTheirRegions) {

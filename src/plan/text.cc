@@ -117,7 +117,8 @@ Expected<Plan> parse_plan(std::string_view text) {
   auto source = read_side({lines.begin() + 3, cut}), target = source ? read_side({cut + 1, end}) : source;
   if (!source) return tl::unexpected(source.error());
   if (!target) return tl::unexpected(target.error());
-  auto plan = compile_read(std::make_shared<const Side>(std::move(*source)), std::make_shared<const Side>(std::move(*target)), *total);
+  auto plan =
+      compile_read(std::make_shared<const Side>(std::move(*source)), std::make_shared<const Side>(std::move(*target)), *total);
   if (!plan) {
     Error error = plan.error();
     error.message = fmt::format("line {}: the two sides make no plan: {}", lines[2].number, error.message);

@@ -182,7 +182,8 @@ Expected<Plan> decode(std::span<const std::uint8_t> bytes) {
   if (!source) return tl::unexpected(source.error());
   auto target = read_side(*wire->target());
   if (!target) return tl::unexpected(target.error());
-  auto plan = compile_read(std::make_shared<const Side>(std::move(*source)), std::make_shared<const Side>(std::move(*target)), wire->total() == 0 ? kUnbounded : wire->total());
+  auto plan = compile_read(std::make_shared<const Side>(std::move(*source)), std::make_shared<const Side>(std::move(*target)),
+                           wire->total() == 0 ? kUnbounded : wire->total());
   if (!plan) return plan;
   const auto said = flat_copy<wire::Digest>(wire->digest());
   const std::string sent = fmt::format("{:016x}{:016x}", said.high(), said.low()), made = digest(*plan);

@@ -81,7 +81,7 @@ class EndpointThread {
     while (!stopping_) {
       do_work();
       events.clear();
-      endpoint_->poll(kMost, events, wake_.fd());
+      endpoint_->poll(stopping_ ? std::chrono::seconds(0) : kMost, events, wake_.fd());
       if (!events.empty()) told_(events);
     }
   }
@@ -90,10 +90,10 @@ class EndpointThread {
     std::vector<Work> work;
     {
       const std::lock_guard lock(mutex_);
+      if (work_.empty()) return;
+      wake_.quiet();  // not after the lock: it would swallow the ring of who posts next
       work.swap(work_);
     }
-    if (work.empty()) return;
-    wake_.quiet();
     for (const Work& each : work) each(*endpoint_);
   }
 

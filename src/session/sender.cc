@@ -155,8 +155,14 @@ void Sender::open_link(const Granted& event) {
     const TokenRange want = wanted(group, event.grant->range);
     if (want.begin >= want.end) continue;
     for (const LayerId layer : plan_->layer_ids(*path)) {
-      link.lanes.push_back(
-          {{g, layer}, want, event.grant->range.end, path->row_bytes, path->tokens, group.kind == GroupKind::state});
+      const auto mark = watermarks_.find(layer);
+      link.lanes.push_back({{g, layer},
+                            want,
+                            event.grant->range.end,
+                            path->row_bytes,
+                            path->tokens,
+                            group.kind == GroupKind::state,
+                            mark == watermarks_.end() ? 0 : mark->second});
       ++link.unposted[layer];
     }
   }
@@ -172,7 +178,12 @@ void Sender::open_link(const Granted& event) {
 void Sender::ready(const Ready& event) {
   std::int64_t& mark = watermarks_[event.layer];
   mark = std::max(mark, event.tokens);
-  for (auto& [target, link] : links_) pump(target, link);
+  for (auto& [target, link] : links_) {
+    auto lane = std::lower_bound(link.lanes.begin(), link.lanes.end(), event.layer,
+                                 [](const Lane& l, LayerId layer) { return l.layer.layer < layer; });
+    for (; lane != link.lanes.end() && lane->layer.layer == event.layer; ++lane) lane->ready = mark;
+    pump(target, link);
+  }
 }
 
 void Sender::posted(const Posted& event) {
@@ -184,6 +195,7 @@ void Sender::posted(const Posted& event) {
   link.in_flight -= post.bytes;
   --link.posts;
   for (const LayerId layer : post.layers) --link.reading[layer];
+  maybe_done_.insert(maybe_done_.end(), post.layers.begin(), post.layers.end());
   if (!event.delivered && link.at == Link::At::open) return stop(link, event.delivered.error(), true);
   link.last_delivered = link.last_delivered || post.last;
   if (link.at == Link::At::open && link.last_delivered && link.posts == 0) link.at = Link::At::done;
@@ -235,11 +247,9 @@ void Sender::time() {
 
 // ---- posting ----
 
-std::int64_t Sender::ready_to(const Lane& lane) const {
-  const auto at = watermarks_.find(lane.layer.layer);
-  const std::int64_t mark = at == watermarks_.end() ? 0 : at->second;
-  if (lane.state) return mark >= lane.total ? lane.left.end : lane.left.begin;
-  return std::clamp(mark, lane.left.begin, lane.left.end);
+std::int64_t Sender::ready_to(const Lane& lane) {
+  if (lane.state) return lane.ready >= lane.total ? lane.left.end : lane.left.begin;
+  return std::clamp(lane.ready, lane.left.begin, lane.left.end);
 }
 
 // What is ready of `link`, up to about `room` bytes; `bytes` says how much it comes to.
@@ -320,6 +330,7 @@ void Sender::pump(Rank target, Link& link) {
 void Sender::stop(Link& link, const Error& why, bool tell) {
   link.at = Link::At::stopping;
   link.why = why;
+  for (const auto& [layer, lanes] : link.unposted) maybe_done_.push_back(layer);
   link.unposted.clear();
   link.fence_at = now_ + job_.limits.grace;
   if (!outcome_) {
@@ -369,19 +380,25 @@ void Sender::finish(State state) {
 }
 
 void Sender::release_layers() {
+  const std::vector<LayerId> maybe = std::exchange(maybe_done_, {});
   if (plan_ == nullptr || state_ == State::ending) return;
-  for (const Rank target : expected_)
-    if (!links_.contains(target)) return;
-  std::erase_if(kept_, [&](LayerId layer) {
-    const auto none = [layer](const std::map<LayerId, int>& counts) {
-      const auto at = counts.find(layer);
-      return at == counts.end() || at->second == 0;
-    };
-    for (const auto& [target, link] : links_)
-      if (!none(link.unposted) || !none(link.reading)) return false;
-    actions_->emplace_back(ReleaseLayer{layer});
-    return true;
-  });
+  if (all_granted_) {
+    for (const LayerId layer : maybe) release_layer_if_done(layer);
+    return;
+  }
+  all_granted_ = std::all_of(expected_.begin(), expected_.end(), [this](Rank target) { return links_.contains(target); });
+  if (!all_granted_) return;
+  for (const LayerId layer : std::vector(kept_.begin(), kept_.end())) release_layer_if_done(layer);
+}
+
+void Sender::release_layer_if_done(LayerId layer) {
+  const auto none = [layer](const std::map<LayerId, int>& counts) {
+    const auto at = counts.find(layer);
+    return at == counts.end() || at->second == 0;
+  };
+  for (const auto& [target, link] : links_)
+    if (!none(link.unposted) || !none(link.reading)) return;
+  if (kept_.erase(layer) > 0) actions_->emplace_back(ReleaseLayer{layer});
 }
 
 std::string Sender::missing() const {

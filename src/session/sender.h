@@ -136,7 +136,8 @@ class Sender {
     std::int64_t total = 0;  // tokens of the request
     std::int64_t row_bytes = 0;
     std::span<const StridedSet> tokens;
-    bool state = false;  // a state per request: one row, when all tokens are there
+    bool state = false;      // a state per request: one row, when all tokens are there
+    std::int64_t ready = 0;  // tokens of its layer that are computed
   };
   struct Link {
     enum class At : std::uint8_t { open, stopping, done, stopped };
@@ -176,9 +177,10 @@ class Sender {
   void settle();
   void finish(State state);
   void release_layers();
+  void release_layer_if_done(LayerId layer);
   bool over(Rank target) const;
   std::string missing() const;
-  std::int64_t ready_to(const Lane& lane) const;
+  static std::int64_t ready_to(const Lane& lane);
 
   SenderJob job_;
   State state_ = State::waiting;
@@ -190,7 +192,9 @@ class Sender {
   std::map<LayerId, std::int64_t> watermarks_;
   std::optional<std::vector<std::byte>> payload_;
   std::map<SendId, OpenPost> posts_;
-  std::set<LayerId> kept_;  // our layers that are not released yet
+  std::set<LayerId> kept_;           // our layers that are not released yet
+  std::vector<LayerId> maybe_done_;  // of them, those that this event may have ended
+  bool all_granted_ = false;         // every target that will; from then on layers are released
   std::uint64_t next_post_ = 1;
   Instant end_by_, timer_ = kNever;
   std::optional<Outcome> outcome_;  // of what went wrong first

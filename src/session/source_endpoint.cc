@@ -1,7 +1,6 @@
 #include "kvloom/session/source_endpoint.h"
 
 #include <algorithm>
-#include <array>
 
 #include "kvloom/bind/bind.h"
 #include "kvloom/plan/wire.h"
@@ -294,14 +293,23 @@ void SourceEndpoint::message(Link& link, const Message& message) {
 void SourceEndpoint::grant(Link& link, const Grant& grant) {
   const auto refuse = [&](const Error& why) {
     const Message answer = Failed{grant.key, cache_.rank, why.code, std::string(cut_reason(why.message))};
-    telemetry_.sent(control_->send(link.route, encode_message(answer)));
+    telemetry_.sent(control_->send(link.route, encoder_.encode(answer)));
   };
   if (auto known = learn_plan(link, grant); !known) return refuse(known.error());
   telemetry_.granted();
   if (!link.granted.contains(grant.key)) link.granted.emplace(grant.key, Granted{{}, now() + grant.time_left});
+  if (!link.warm) warm_up(link, grant);
   std::vector<SourceBook::Action> actions;
   book_.message(link.partner, grant, now(), actions);
   obey(actions);
+}
+
+// A write of nothing from each of our regions: a transport that maps them maps them now, and not with the first layer.
+void SourceEndpoint::warm_up(Link& link, const Grant& grant) {
+  link.warm = true;
+  const RemoteCache& remote = *link.geometries.at(grant.geometry);
+  if (remote.regions.empty()) return;
+  for (const RegionId region : cache_.regions) transport_.write({region, remote.regions.front(), grant.tag, {}});
 }
 
 Expected<void> SourceEndpoint::learn_plan(const Link& link, const Grant& grant) {
@@ -361,7 +369,7 @@ void SourceEndpoint::obey(std::vector<SourceBook::Action>& actions) {
   for (SourceBook::Action& action : actions) {
     if (const auto* message = std::get_if<SendTo>(&action)) {
       if (const Link* link = find(message->to); link != nullptr)
-        telemetry_.sent(control_->send(link->route, encode_message(message->message)));
+        telemetry_.sent(control_->send(link->route, encoder_.encode(message->message)));
     } else {
       auto& keyed = std::get<SourceBook::Keyed>(action);
       obey(keyed.key, keyed.action);
@@ -423,6 +431,7 @@ bool SourceEndpoint::let_posts_go() {
 
 void SourceEndpoint::post(const TransferKey& key, const Sender::Post& post) {
   const std::uint64_t number = next_open_++;
+  ++counts_.posts;
   OpenPost& open = open_[number];
   open.key = key;
   open.id = post.id;
@@ -466,6 +475,7 @@ Expected<void> SourceEndpoint::write_all(const Sender::Post& post, const Transfe
       return fail(Scope::transfer, bytes.error().code, "layer {} of group {}: {}", part.layer.layer.value, part.layer.group,
                   bytes.error().message);
     progress.parts.push_back({part.layer, *bytes});
+    open_.at(number).written += *bytes;
   }
   progress.last = post.last;
   progress.payload = post.payload;
@@ -484,11 +494,13 @@ Expected<Bytes> SourceEndpoint::write_part(const Sender::Post& post, const PostP
   const PageTable& table = transfer.tables[static_cast<std::size_t>(ours)];
   auto bound = bind(plan, *path, table, targets[static_cast<std::size_t>(part.layer.group)], post.grant->range, part.chunk);
   if (!bound) return tl::unexpected(bound.error());
-  const TensorRegions &from = cache_.memory.find(ours, part.layer.layer), &to = remote.memory.find(theirs, part.layer.layer);
-  std::array<Run, kRunsAWrite> runs;
-  while (const std::size_t count = bound->next(runs)) {
+  const TensorRegions *from = cache_.memory.find(ours, part.layer.layer), *to = remote.memory.find(theirs, part.layer.layer);
+  if (from == nullptr || to == nullptr)
+    return fail(Code::invalid_argument, "its memory is not described at {}", from == nullptr ? "prefill" : "decode");
+  scratch_.resize(kRunsAWrite);
+  while (const std::size_t count = bound->next(scratch_)) {
     placed_.clear();
-    if (auto ok = place(std::span(runs).first(count), from, to, placed_); !ok) return tl::unexpected(ok.error());
+    if (auto ok = place(std::span(scratch_).first(count), *from, *to, placed_); !ok) return tl::unexpected(ok.error());
     write_runs(remote, post.grant->tag, number);
   }
   return bound->bytes();
@@ -516,6 +528,7 @@ void SourceEndpoint::write_runs(const RemoteCache& remote, Tag tag, std::uint64_
     operations_.emplace(id.value, number);
     ++open.open;
     telemetry_.wrote(lent.size());
+    counts_.runs += static_cast<std::int64_t>(lent.size());
   }
 }
 
@@ -554,6 +567,7 @@ void SourceEndpoint::finish(std::uint64_t number) {
   for (std::vector<Run>& runs : open.runs)
     if (spare_.size() < kSpare) spare_.push_back(std::move(runs));
   pacer_.done(open.to, open.post.bytes);
+  if (!open.error) counts_.delivered += open.written;
   telemetry_.delivered(open.key, open.post, now(), open.error);
   done_.push_back({open.key, open.id, open.error ? Expected<void>(tl::unexpected(*open.error)) : Expected<void>()});
   open_.erase(at);

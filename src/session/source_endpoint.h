@@ -20,6 +20,7 @@
 #include "kvloom/session/progress.h"
 #include "kvloom/session/source_book.h"
 #include "kvloom/session/telemetry.h"
+#include "kvloom/session/wire.h"
 
 namespace kvloom {
 
@@ -44,7 +45,7 @@ struct LayerReleased {
 struct SourceEnded {
   TransferKey key;
   Outcome outcome;
-  Error why;                                // where it did not land: names rank and cause
+  Error why;  // where it did not land: names rank and cause
   Instant at{};
   std::chrono::nanoseconds exposed_tail{};  // landed: from the last `ready` (or the grant, if that came later) until now
 };
@@ -80,6 +81,12 @@ class SourceEndpoint {
   bool poll(std::chrono::nanoseconds wait, std::vector<SourceEvent>& events, int wake = -1);
 
   std::size_t open() const { return book_.open(); }
+  // What was posted so far, and of it delivered.
+  struct Counts {
+    std::int64_t posts = 0, runs = 0;
+    Bytes delivered;
+  };
+  const Counts& counts() const { return counts_; }
   std::size_t peers() const { return links_.size(); }
 
  private:
@@ -102,6 +109,7 @@ class SourceEndpoint {
     std::string name;
     PeerId peer;
     Pulse pulse;
+    bool warm = false;                                       // its transport knows our regions
     std::map<GeometryId, Expected<RemoteCache>> geometries;  // or why it was refused
     std::map<TransferKey, Granted> granted;                  // that are not over
   };
@@ -117,6 +125,7 @@ class SourceEndpoint {
     Telemetry::Post post;
     std::size_t open = 0;  // of the transport's operations
     std::optional<Error> error;
+    Bytes written;
     std::vector<std::vector<Run>> runs;  // lent to the transport
   };
   struct Done {  // to be told to the book, not from inside of what it said
@@ -144,6 +153,7 @@ class SourceEndpoint {
   void message(Link& link, const Message& message);
   void grant(Link& link, const Grant& grant);
   Expected<void> learn_plan(const Link& link, const Grant& grant);
+  void warm_up(Link& link, const Grant& grant);
   void lose(PartnerId partner, const Error& why);
   void tell(const Route& to, const ConnectionToken& token, decltype(Told::what) what);
 
@@ -171,6 +181,7 @@ class SourceEndpoint {
   std::vector<std::uint8_t> side_bytes_;
   std::uint64_t incarnation_;
   std::unique_ptr<ControlServer> control_;
+  MessageEncoder encoder_;
   SourceBook book_;
   Pacer pacer_;
   KnownSides sides_;
@@ -184,7 +195,9 @@ class SourceEndpoint {
   std::unordered_map<std::uint64_t, OpenPost> open_;             // by our own number
   std::unordered_map<std::uint64_t, std::uint64_t> operations_;  // PostId to the number of its OpenPost
   std::vector<Done> done_;
+  Counts counts_;
   std::vector<Event> heard_;  // of the transport, being read
+  std::vector<Run> scratch_;
   std::vector<PlacedRun> placed_;
   std::vector<std::vector<Run>> spare_;
   std::vector<SourceEvent> happened_;  // for the next poll to tell

@@ -91,6 +91,11 @@ void TargetEndpoint::cancel(const TransferKey& key, std::string why) {
   obey(actions);
 }
 
+Bytes TargetEndpoint::covered(const TransferKey& key) const {
+  const Receiver* receiver = book_.find(key);
+  return receiver == nullptr ? Bytes(0) : receiver->covered();
+}
+
 // ---- the loop ----
 
 bool TargetEndpoint::poll(std::chrono::nanoseconds wait, std::vector<TargetEvent>& events, int wake) {
@@ -387,6 +392,7 @@ Expected<bool> TargetEndpoint::try_start(const Want& want, Instant until) {
   if (*side == nullptr) return false;
   const auto plan = plans_.find(*side, cache.side, want.range.end);
   if (!plan) return tl::unexpected(plan.error());
+  if (auto ok = check_memory(cache, *plan->plan); !ok) return tl::unexpected(ok.error());
   const auto granted = granted_sources(*plan->plan, cache.rank);
   for (const Rank source : granted)
     if (links_.at(want.sources[static_cast<std::size_t>(source.value)]).at != Link::At::up) return false;
@@ -403,6 +409,18 @@ Expected<bool> TargetEndpoint::try_start(const Want& want, Instant until) {
   if (const Receiver* receiver = book_.find(want.key); receiver != nullptr) owed_[want.key] = receiver->expected();
   obey(actions);
   return true;
+}
+
+// Every tensor that somebody will write has its memory described.
+Expected<void> TargetEndpoint::check_memory(const LocalCache& cache, const Plan& plan) {
+  for (const auto& [group, layer] : held_tensors(*cache.side, cache.rank)) {
+    const GroupSide& side = cache.side->groups()[static_cast<std::size_t>(group)];
+    const bool planned =
+        std::any_of(plan.groups().begin(), plan.groups().end(), [&](const GroupPlan& p) { return p.target->name == side.name; });
+    if (planned && cache.memory.find(group, layer) == nullptr)
+      return fail(Code::invalid_argument, "group {} layer {} is wanted, but its memory is not described", side.name, layer.value);
+  }
+  return {};
 }
 
 ReceiverJob TargetEndpoint::job_of(const Want& want, const LocalCache& cache, const KnownPlan& plan, Instant until) {
@@ -453,7 +471,7 @@ void TargetEndpoint::obey(std::vector<TargetBook::Action>& actions) {
     if (const auto* message = std::get_if<SendTo>(&action)) {
       if (std::holds_alternative<Grant>(message->message)) telemetry_.granted();
       if (const auto link = partners_.find(message->to); link != partners_.end())
-        telemetry_.sent(link->second->socket->send(encode_message(message->message)));
+        telemetry_.sent(link->second->socket->send(encoder_.encode(message->message)));
     } else {
       auto& keyed = std::get<TargetBook::Keyed>(action);
       obey(keyed.key, keyed.source, keyed.action);

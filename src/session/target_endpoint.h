@@ -18,6 +18,7 @@
 #include "kvloom/session/endpoint.h"
 #include "kvloom/session/target_book.h"
 #include "kvloom/session/telemetry.h"
+#include "kvloom/session/wire.h"
 
 namespace kvloom {
 
@@ -84,6 +85,8 @@ class TargetEndpoint {
   bool poll(std::chrono::nanoseconds wait, std::vector<TargetEvent>& events, int wake = -1);
 
   std::size_t open() const { return book_.open() + waiting_.size(); }
+  // Bytes that have landed so far; of a transfer that is not open: nothing.
+  Bytes covered(const TransferKey& key) const;
 
  private:
   // A connection to one prefill rank, or the wish for one.
@@ -137,6 +140,7 @@ class TargetEndpoint {
   void start_waiting();
   Expected<bool> try_start(const Want& want, Instant until);
   Expected<std::shared_ptr<const Side>> source_side(const Want& want);
+  static Expected<void> check_memory(const LocalCache& cache, const Plan& plan);
   ReceiverJob job_of(const Want& want, const LocalCache& cache, const KnownPlan& plan, Instant until);
   void fail_waiting(const TransferKey& key, Outcome outcome, Error why);
   std::string missing(const Want& want) const;
@@ -153,6 +157,7 @@ class TargetEndpoint {
   Telemetry telemetry_;
   std::uint64_t incarnation_;
   ControlContext context_;
+  MessageEncoder encoder_;
   TargetBook book_;
   KnownSides sides_;
   KnownPlans plans_;

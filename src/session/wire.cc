@@ -169,19 +169,35 @@ std::string_view cut_reason(std::string_view reason) {
   return reason.substr(0, size);
 }
 
-std::vector<std::uint8_t> encode_message(const Message& message) {
-  return std::visit(
-      [](const auto& said) {
-        std::size_t room = 1024;  // of everything but pages: so the builder never grows, which would copy all pages again
-        if constexpr (requires { said.tables; }) room += pages_of(said) * sizeof(PageId) + 16 * said.tables.size();
-        FlatBufferBuilder builder(room);
+struct MessageEncoder::Builder {
+  static constexpr std::size_t kKept = std::size_t{1} << 20;  // bytes that stay ours between messages
+  FlatBufferBuilder flat;
+};
+
+MessageEncoder::MessageEncoder() : builder_(std::make_unique<Builder>()) {}
+MessageEncoder::~MessageEncoder() = default;
+
+std::span<const std::uint8_t> MessageEncoder::encode(const Message& message) {
+  FlatBufferBuilder& builder = builder_->flat;
+  if (builder.GetSize() > Builder::kKept)
+    builder.Reset();
+  else
+    builder.Clear();
+  std::visit(
+      [&](const auto& said) {
         const auto content = write(builder, said);
         const auto name = builder.CreateString(said.key.name);
         wire::FinishMessageBuffer(builder, wire::CreateMessage(builder, kSessionVersion, name, said.key.epoch.value,
                                                                speaker(said).value, kind(content), content.Union()));
-        return flat_bytes(builder);
       },
       message);
+  return {builder.GetBufferPointer(), builder.GetSize()};
+}
+
+std::vector<std::uint8_t> encode_message(const Message& message) {
+  MessageEncoder encoder;
+  const auto bytes = encoder.encode(message);
+  return {bytes.begin(), bytes.end()};
 }
 
 Expected<Message> decode_message(std::span<const std::uint8_t> bytes) {

@@ -9,6 +9,7 @@
 #include "kvloom/tools/copy_measure.h"
 #include "kvloom/tools/plan_measure.h"
 #include "kvloom/tools/print.h"
+#include "kvloom/tools/session_measure.h"
 #include "kvloom/tools/verb.h"
 
 namespace kvloom {
@@ -16,8 +17,9 @@ namespace {
 
 constexpr const char* kExamples =
     "Examples:\n"
-    "  kvloom bench                 planning and copying, about a minute\n"
+    "  kvloom bench                 planning, sessions and copying, about a minute\n"
     "  kvloom bench --only plan     compile, bind, wire, checksum\n"
+    "  kvloom bench --only session  grants, posts, transfers a second\n"
     "  kvloom bench --json\n"
     "\n"
     "Figures are medians. Compare ratios of one run only, with nothing else running.";
@@ -88,12 +90,17 @@ Expected<std::vector<BenchRow>> copy_rows(int repeats, Bytes memory) {
 
 Expected<ExitCode> bench(const BenchWords& words, const Context& context) {
   std::vector<BenchRow> rows;
-  if (words.only != "copy") {
+  if (words.only.empty() || words.only == "plan") {
     auto planning = measure_planning(static_cast<int>(words.repeats));
     if (!planning) return tl::unexpected(planning.error());
     rows = std::move(*planning);
   }
-  if (words.only != "plan") {
+  if (words.only.empty() || words.only == "session") {
+    auto sessions = measure_sessions(static_cast<int>(words.repeats));
+    if (!sessions) return tl::unexpected(sessions.error());
+    rows.insert(rows.end(), sessions->begin(), sessions->end());
+  }
+  if (words.only.empty() || words.only == "copy") {
     auto copying = copy_rows(static_cast<int>(words.repeats), Bytes(words.memory));
     if (!copying) return tl::unexpected(copying.error());
     rows.insert(rows.end(), copying->begin(), copying->end());
@@ -109,9 +116,10 @@ Expected<ExitCode> bench(const BenchWords& words, const Context& context) {
 
 void add_bench(CLI::App& app, Context& context) {
   auto words = std::make_shared<BenchWords>();
-  CLI::App* verb = add_verb(app, context, "bench", "Measure planning and copying on this machine, as ratios", kExamples,
+  CLI::App* verb = add_verb(app, context, "bench", "Measure planning, sessions and copying on this machine", kExamples,
                             [words, &context] { return bench(*words, context); });
-  verb->add_option("--only", words->only, "plan or copy (default: both)")->check(CLI::IsMember({"plan", "copy"}));
+  verb->add_option("--only", words->only, "plan, session or copy (default: all)")
+      ->check(CLI::IsMember({"plan", "session", "copy"}));
   add_count(*verb, "--repeats", words->repeats, "rounds of each measurement, of which the median counts", 1, 1000);
   add_bytes(*verb, "--memory", words->memory, "of each of the two buffers that copying goes between; more than the last cache");
   verb->add_flag("--json", words->json, "Print JSON");

@@ -132,8 +132,7 @@ bool WorkerCluster::listen(std::chrono::milliseconds at_most) {
 }
 
 Expected<void> WorkerCluster::restart(WorkerId worker) {
-  while (listen(std::chrono::milliseconds(0))) {
-  }
+  while (listen(std::chrono::milliseconds(0))) {}
   return workers.restart(worker);
 }
 

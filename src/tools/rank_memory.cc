@@ -58,6 +58,18 @@ Expected<TensorMap> TensorMap::make(const Plan& plan, bool prefill, Rank rank, c
   return map;
 }
 
+std::vector<PlacedTensor> TensorMap::placed(const Plan& plan, bool prefill) const {
+  const Side& side = prefill ? plan.source() : plan.target();
+  std::vector<PlacedTensor> out;
+  for (const Tensor& tensor : tensors_) {
+    if (tensor.length == 0) continue;
+    const GroupPlan& group = plan.groups()[static_cast<std::size_t>(tensor.group)];
+    const auto index = (prefill ? group.source : group.target) - side.groups().data();
+    out.push_back({static_cast<std::int32_t>(index), tensor.layer, {{Bytes(0), Bytes(tensor.length), 0, Bytes(tensor.offset)}}});
+  }
+  return out;
+}
+
 const Tensor& TensorMap::find(std::int32_t group, LayerId layer) const {
   return *std::lower_bound(
       tensors_.begin(), tensors_.end(), std::pair(group, layer),
@@ -90,8 +102,7 @@ std::int64_t write_rows(const RowsOf& rows, std::span<const PageId> table, std::
     for (std::int64_t h = 0; h < heads.size(); ++h)
       for (std::size_t p = 0; p < side.planes.size(); ++p) {
         const PlaneLayout& plane = side.layout.planes()[p];
-        const RowCoordinate row{rows.group,         rows.layer, token, heads.start() + h, static_cast<std::int64_t>(p),
-                                rows.request};
+        const RowCoordinate row{rows.group, rows.layer, token, heads.start() + h, static_cast<std::int64_t>(p), rows.request};
         write_row(plane, row, page * side.layout.page_stride() + plane.at(slot, h, 0), memory, scratch);
         written += plane.bytes;
       }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvloom/base/error.h"
+#include "kvloom/bind/cache_memory.h"
 #include "kvloom/plan/plan.h"
 #include "kvloom/tools/tables.h"
 
@@ -27,6 +28,8 @@ class TensorMap {
 
   std::int64_t length() const { return length_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }
+  // For an endpoint: the same, by the groups of the plan's side, in the one region.
+  std::vector<PlacedTensor> placed(const Plan& plan, bool prefill) const;
   // @pre the rank holds that layer
   const Tensor& find(std::int32_t group, LayerId layer) const;
 

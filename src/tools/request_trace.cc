@@ -18,7 +18,8 @@ Expected<std::vector<TraceRequest>> parse_trace(std::string_view text, std::size
         tokens->get<std::int64_t>() > kMostTokens)
       return fail(Code::parse, "{} line {}: \"input_length\" must be tokens, from 1 to 2^40", name, number);
     const auto at = read.find("timestamp");
-    if (at != read.end() && !at->is_number()) return fail(Code::parse, "{} line {}: \"timestamp\" must be milliseconds", name, number);
+    if (at != read.end() && !at->is_number())
+      return fail(Code::parse, "{} line {}: \"timestamp\" must be milliseconds", name, number);
     out.push_back({at == read.end() ? 0.0 : at->get<double>(), tokens->get<std::int64_t>()});
   }
   if (out.empty()) return fail(Code::invalid_argument, "{}: no request in it", name);

@@ -22,11 +22,13 @@ constexpr const char* kExamples =
     "Examples:\n"
     "  kvloom run --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --prefix 1000\n"
     "  kvloom run --model samples/llama-3.1-8b.json --prefill tp=4 --decode tp=2,page=16 --tokens 4096 --seed 7 --json\n"
-    "  kvloom run --model samples/qwen3-30b-a3b.json --prefill tp=1 --decode tp=1 --stream --tokens 8192 --chunk 2048 --requests 16\n"
+    "  kvloom run --model samples/qwen3-30b-a3b.json --prefill tp=1 --decode tp=1 --stream --tokens 8192 --chunk 2048 --requests "
+    "16\n"
     "\n"
     "Starts a process a rank. Prefill ranks fill their caches with bytes that depend on (layer, token, head, plane, byte) only "
     "and push them layer by\n"
-    "layer through shared memory; decode ranks check every byte of their pools. With --stream computing takes time, and what of the\n"
+    "layer through shared memory; decode ranks check every byte of their pools. With --stream computing takes time, and what of "
+    "the\n"
     "transfer is left when it ends is measured. Exit code 1: a byte is wrong, or a rank died.";
 
 constexpr std::size_t kMostPaths = 64;  // that are printed; --html and plan show all
@@ -48,7 +50,7 @@ struct RunWords {
 double gb_per_s(std::int64_t bytes, double seconds) { return seconds > 0 ? static_cast<double>(bytes) * 1e-9 / seconds : 0; }
 
 // One line on a terminal, over and over.
-Progress progress_bar(const Context& context) {
+ShowProgress progress_bar(const Context& context) {
   if (!context.err_is_terminal) return {};
   return [out = context.err](const char* stage, std::int64_t covered, std::int64_t expected) {
     constexpr int kWidth = 40;
@@ -149,7 +151,8 @@ Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
   stream.worker.pace.bytes_per_second = words.rate;
   stream.timeline = words.timeline;
   if (!words.json)
-    fmt::print(context.out, "{} requests of {} to {} tokens; {} prefill and {} decode processes; {} ms a layer of {} tokens{}\n\n",
+    fmt::print(context.out,
+               "{} requests of {} to {} tokens; {} prefill and {} decode processes; {} ms a layer of {} tokens{}\n\n",
                stream.tokens.size(), count_text(*std::min_element(stream.tokens.begin(), stream.tokens.end())),
                count_text(job_words.tokens), stream.job.prefill->ranks(), stream.job.decode->ranks(),
                static_cast<double>(stream.layer_ns) * 1e-6, count_text(stream.layer_tokens),
@@ -188,7 +191,8 @@ Expected<ExitCode> run(const RunWords& words, const Context& context) {
   if (!words.html.empty())
     if (auto ok = write_file(words.html, plan_html(made->loom.plan, *paths, made->range())); !ok)
       return tl::unexpected(ok.error());
-  const auto report = run_processes(*made, std::chrono::seconds(words.patience), progress_bar(context));
+  made->patience = std::chrono::seconds(words.patience);
+  const auto report = run_processes(*made, progress_bar(context));
   if (context.err_is_terminal) fmt::print(context.err, "\r\x1b[K");
   if (!report) return tl::unexpected(report.error());
   const bool good = report->wrong_bytes == 0 && report->landed_bytes == report->wanted_bytes && report->checksums_equal;
@@ -217,14 +221,16 @@ void add_run(CLI::App& app, Context& context) {
   verb->add_flag("--naive,!--no-naive", words->naive,
                  "Also run the naive way: the whole sequence to every decode rank (on by default)");
   verb->add_flag("--json", words->json, "Print JSON");
-  verb->add_flag("--stream", words->stream,
-                 "Play a prefill that takes time, push while it computes, and print what of the transfer is left when it ends, beside "
-                 "the same pushed at its end. The options below are for it");
+  verb->add_flag(
+      "--stream", words->stream,
+      "Play a prefill that takes time, push while it computes, and print what of the transfer is left when it ends, beside "
+      "the same pushed at its end. The options below are for it");
   add_count(*verb, "--requests", words->requests, "that are served", 1, 100000);
   add_count(*verb, "--at-once", words->at_once, "requests that are computed in turns, chunk by chunk (default: all)", 1, 100000);
-  verb->add_option("--trace", words->trace,
-                   "Take lengths from this trace, a JSON object with \"input_length\" a line (see samples/requests.jsonl); --tokens is "
-                   "then the longest");
+  verb->add_option(
+      "--trace", words->trace,
+      "Take lengths from this trace, a JSON object with \"input_length\" a line (see samples/requests.jsonl); --tokens is "
+      "then the longest");
   add_count(*verb, "--scale", words->scale, "by which lengths of the trace are divided", 1, 1 << 20);
   add_count(*verb, "--chunk", words->chunk, "tokens of a chunk of prefill (default: a request is one)", 1, kMaxTokens);
   add_duration(*verb, "--layer-time", words->layer_ns,

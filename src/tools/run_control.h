@@ -37,7 +37,4 @@ class Channel {
 // CLOCK_MONOTONIC: one clock for all processes of a host.
 std::int64_t now_ns();
 
-std::string to_hex(std::span<const std::byte> bytes);
-std::vector<std::byte> from_hex(const std::string& text);
-
 }  // namespace kvloom

@@ -6,7 +6,6 @@
 
 #include "kvloom/bind/bind.h"
 #include "kvloom/landing/checksum.h"
-#include "kvloom/landing/coverage.h"
 #include "kvloom/tools/run_rank.h"
 #include "kvloom/tools/run_ranks.h"
 #include "kvloom/transport/copy.h"
@@ -16,20 +15,20 @@ namespace {
 
 constexpr std::int64_t kProgressNs = 50'000'000;
 
-class DecodeRank : public RankProcess {
+class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
  public:
   using RankProcess::RankProcess;
 
   Expected<void> run() {
     if (auto ok = prepare(); !ok) return ok;
-    if (auto ok = parent_.send({{"say", "ready"}, {"address", transport_->address()}, {"keys", keys_}}); !ok) return ok;
+    if (auto ok = parent_.send({{"say", "ready"}}); !ok) return ok;
     for (;;) {
       const auto message = next_message();
       if (!message) return tl::unexpected(message.error());
       const std::string say = (*message)["say"];
       Expected<nlohmann::json> answer;
-      if (say == "peers")
-        answer = await_sources();
+      if (say == "meet")
+        answer = meet((*message)["sources"]);
       else if (say == "go")
         answer = land((*message)["stage"]);
       else if (say == "check")
@@ -50,89 +49,68 @@ class DecodeRank : public RankProcess {
 
   Expected<void> prepare() {
     if (auto ok = open_transport(true); !ok) return ok;
+    TargetOptions options;
+    fill_options(options);
+    auto endpoint = TargetEndpoint::make(std::move(options), *transport_);
+    if (!endpoint) return tl::unexpected(endpoint.error());
+    endpoint_ = std::move(*endpoint);
     if (auto ok = open_memory(job_.loom, map_, region_); !ok) return ok;
     fill_canary(cache(), map_, region_.memory());
     if (job_.naive) return open_memory(job_.naive->send, staging_map_, staging_);
     return {};
   }
 
+  // Each stage is a geometry of its own: another sharding, on other memory.
   Expected<void> open_memory(const Scheme& scheme, TensorMap& map, Region& region) {
     auto made = TensorMap::make(scheme.plan, false, rank_, scheme.tables.decode);
     if (!made) return tl::unexpected(made.error());
     map = std::move(*made);
-    if (map.length() == 0) {
-      keys_.emplace_back();
-      return {};
+    std::vector<const Region*> regions;
+    if (map.length() > 0) {
+      auto allocated = transport_->allocate(Bytes(map.length()));
+      if (!allocated) return tl::unexpected(allocated.error());
+      region = std::move(*allocated);
+      regions.push_back(&region);
     }
-    auto allocated = transport_->allocate(Bytes(map.length()));
-    if (!allocated) return tl::unexpected(allocated.error());
-    region = std::move(*allocated);
-    const auto key = transport_->export_region(region.id());
-    if (!key) return tl::unexpected(key.error());
-    keys_.push_back(to_hex(*key));
+    auto local =
+        LocalCache::make(std::make_shared<const Side>(scheme.plan.target()), rank_, regions, map.placed(scheme.plan, false));
+    if (!local) return tl::unexpected(local.error());
+    const auto geometry = endpoint_->describe(std::move(*local));
+    if (!geometry) return tl::unexpected(geometry.error());
+    geometries_.push_back(*geometry);
     return {};
   }
 
-  // Every linked prefill rank connects; both stages of each are admitted.
-  Expected<nlohmann::json> await_sources() {
-    std::int32_t expected = 0;
-    for (std::int32_t s = 0; s < job_.loom.plan.source().ranks(); ++s) expected += job_.linked(Rank(s), rank_) ? 1 : 0;
-    while (expected > 0)
-      for (const Event& event : poll()) {
-        if (const auto* down = std::get_if<PeerDown>(&event)) return tl::unexpected(down->reason);
-        const auto* up = std::get_if<PeerUp>(&event);
-        if (up == nullptr) continue;
-        --expected;
-        for (const int stage : {kLoomStage, kNaiveStage})
-          if (auto ok = transport_->admit(up->peer, tag_of(stage)); !ok) return tl::unexpected(ok.error());
-      }
-    return nlohmann::json{{"say", "connected"}};
-  }
-
-  // What every source owes of every layer, from the plan and the tables.
-  Expected<Coverage> owed(const Scheme& scheme) const {
-    std::vector<Owed> all;
-    for (std::int32_t s = 0; s < scheme.plan.source().ranks(); ++s)
-      for (std::int32_t g = 0; g < static_cast<std::int32_t>(scheme.plan.groups().size()); ++g) {
-        const auto path = scheme.plan.path(g, Rank(s), rank_);
-        if (!path) continue;
-        const auto group = static_cast<std::size_t>(g);
-        const auto bound = bind(scheme.plan, *path, scheme.tables.prefill[group].of(Rank(s)),
-                                scheme.tables.decode[group].of(rank_), job_.range());
-        if (!bound) return tl::unexpected(bound.error());
-        for (const LayerId layer : scheme.plan.layer_ids(*path)) all.push_back({Rank(s), {g, layer}, bound->bytes()});
-      }
-    return Coverage::make(all);
+  // A transfer of no tokens: everybody is connected after it.
+  Expected<nlohmann::json> meet(const nlohmann::json& sources) {
+    for (const auto& source : sources) sources_.push_back({source.get<std::string>(), ""});
+    return land(kMeetStage);
   }
 
   Expected<nlohmann::json> land(int stage) {
-    auto coverage = owed(stage == kLoomStage ? job_.loom : job_.naive->send);
-    if (!coverage) return tl::unexpected(coverage.error());
+    const Scheme& scheme = stage == kNaiveStage ? job_.naive->send : job_.loom;
+    const TransferKey key = stage_key(stage);
+    Want want{key,
+              geometries_[stage == kNaiveStage ? 1 : 0],
+              sources_,
+              stage == kMeetStage ? TokenRange{job_.tokens, job_.tokens} : job_.range(),
+              side_tables(scheme.plan, false, rank_, scheme.tables.decode),
+              kStageTime};
+    if (auto ok = endpoint_->begin(std::move(want)); !ok) return tl::unexpected(ok.error());
     std::int64_t said = now_ns();
-    while (!coverage->complete()) {
-      for (const Event& event : poll()) {
-        if (const auto* down = std::get_if<PeerDown>(&event)) return tl::unexpected(down->reason);
-        if (const auto* notice = std::get_if<Notice>(&event))
-          if (auto ok = take_notice(*notice, stage, *coverage); !ok) return tl::unexpected(ok.error());
-      }
+    for (;;) {
+      for (const TargetEvent& event : poll())
+        if (const auto* ended = std::get_if<TargetEnded>(&event); ended != nullptr && ended->key == key) {
+          if (ended->outcome != Outcome::landed) return tl::unexpected(ended->why);
+          if (stage == kNaiveStage)
+            if (auto ok = keep_own_part(); !ok) return tl::unexpected(ok.error());
+          return nlohmann::json{{"say", "landed"}, {"bytes", ended->bytes.value}, {"done_at", now_ns()}};
+        }
       if (now_ns() - said < kProgressNs) continue;
       said = now_ns();
-      if (auto ok = parent_.send({{"say", "progress"}, {"bytes", coverage->covered().value}}); !ok)
+      if (auto ok = parent_.send({{"say", "progress"}, {"bytes", endpoint_->covered(key).value}}); !ok)
         return tl::unexpected(ok.error());
     }
-    const std::int64_t landed_at = now_ns();
-    if (stage == kNaiveStage)
-      if (auto ok = keep_own_part(); !ok) return tl::unexpected(ok.error());
-    return nlohmann::json{
-        {"say", "landed"}, {"bytes", coverage->covered().value}, {"landed_at", landed_at}, {"done_at", now_ns()}};
-  }
-
-  static Expected<void> take_notice(const Notice& notice, int stage, Coverage& coverage) {
-    LayerNotice said;
-    if (notice.payload.size() != sizeof said) return fail(Code::parse, "a notice of {} B", notice.payload.size());
-    std::memcpy(&said, notice.payload.data(), sizeof said);
-    if (said.stage != stage) return fail(Code::parse, "a notice of stage {} in stage {}", said.stage, stage);
-    return coverage.landed(Rank(said.source), {said.group, LayerId(said.layer)}, Bytes(said.bytes));
   }
 
   // The end of the naive way: from the staged whole sequence to this rank's own pages.
@@ -220,7 +198,8 @@ class DecodeRank : public RankProcess {
 
   TensorMap map_, staging_map_;
   Region region_, staging_;
-  std::vector<std::string> keys_;  // of region_ and staging_, for the sources
+  std::vector<GeometryId> geometries_;  // of region_ and staging_
+  std::vector<SourceAddress> sources_;
   std::vector<std::byte> scratch_;
 };
 

@@ -55,13 +55,6 @@ Expected<std::int64_t> side_memory(const Scheme& scheme, bool prefill) {
 
 }  // namespace
 
-bool RunJob::linked(Rank prefill, Rank decode) const {
-  for (const Plan* plan : {&loom.plan, naive ? &naive->send.plan : nullptr})
-    for (std::size_t g = 0; plan != nullptr && g < plan->groups().size(); ++g)
-      if (plan->path(static_cast<std::int32_t>(g), prefill, decode)) return true;
-  return false;
-}
-
 Expected<std::int64_t> memory_needed(const RunJob& job) {
   auto prefill = side_memory(job.loom, true), decode = side_memory(job.loom, false);
   if (!prefill) return prefill;
@@ -80,7 +73,7 @@ Expected<RunJob> make_run_job(const Job& job, const std::string& tables, bool na
   if (!plan) return tl::unexpected(plan.error());
   auto made = make_tables(*plan, *job.tokens, tables);
   if (!made) return tl::unexpected(made.error());
-  RunJob out{{std::move(*plan), std::move(*made)}, {}, *job.tokens, job.prefix, 1};
+  RunJob out{{std::move(*plan), std::move(*made)}, {}, *job.tokens, job.prefix, 1, std::chrono::seconds(120)};
   if (naive) {
     auto scheme = make_naive(job, out.loom);
     if (!scheme) return tl::unexpected(scheme.error());

@@ -1,6 +1,7 @@
 // run_job.h: everything that the processes of `run` agree on before they begin.  Stage: tools.  Made once, then forked into every rank.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -30,10 +31,9 @@ struct RunJob {
   std::optional<NaiveScheme> naive;
   std::int64_t tokens = 0, prefix = 0;
   int copy_threads = 1;  // a decode rank
+  std::chrono::seconds patience{120};
 
   TokenRange range() const { return {prefix, tokens}; }
-  // Whether the two ranks have anything to say to each other, in either way.
-  bool linked(Rank prefill, Rank decode) const;
 };
 
 // `tables`: the words of --tables.  @error as compile and make_tables; exhausted: more memory than this machine has free, said beforehand

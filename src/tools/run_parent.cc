@@ -55,8 +55,7 @@ struct Child {
 
 class Family {
  public:
-  Family(const RunJob& job, std::chrono::seconds patience, const Progress& progress)
-      : job_(job), patience_(patience), progress_(progress) {}
+  Family(const RunJob& job, const ShowProgress& progress) : job_(job), patience_(job.patience), progress_(progress) {}
   Family(const Family&) = delete;
   Family& operator=(const Family&) = delete;
   ~Family() {
@@ -241,24 +240,15 @@ class Family {
     if (progress_) progress_(stage_name_, 0, stage_bytes_);
   }
 
-  // All memory is there; addresses go to the prefill ranks, which connect.
+  // All memory is there; every decode rank is told where prefill listens, and connects.
   Expected<void> meet() {
     if (progress_) progress_("filling the caches", 0, 0);
     auto ready = gather(all());
     if (!ready) return tl::unexpected(ready.error());
-    const std::vector<json> targets(ready->begin() + job_.loom.plan.source().ranks(), ready->end());
-    for (Child* child : side(true)) {
-      json peers = json::array();
-      for (std::size_t t = 0; t < targets.size(); ++t)
-        if (job_.linked(child->rank, Rank(static_cast<std::int32_t>(t))))
-          peers.push_back({{"rank", t}, {"address", targets[t]["address"]}, {"keys", targets[t]["keys"]}});
-      if (auto ok = child->channel.send({{"say", "peers"}, {"targets", peers}}); !ok) return ok;
-    }
-    for (Child* child : side(false))
-      if (auto ok = child->channel.send({{"say", "peers"}}); !ok) return ok;
-    if (auto connected = gather(all()); !connected) return tl::unexpected(connected.error());
-    if (auto met = ask(side(true), {{"say", "meet"}}); !met) return tl::unexpected(met.error());
-    return {};
+    json sources = json::array();
+    for (std::int32_t s = 0; s < job_.loom.plan.source().ranks(); ++s)
+      sources.push_back((*ready)[static_cast<std::size_t>(s)]["address"]);
+    return ask(all(), {{"say", "meet"}, {"sources", sources}}).map([](const auto&) {});
   }
 
   struct Landed {
@@ -352,7 +342,7 @@ class Family {
 
   const RunJob& job_;
   std::chrono::seconds patience_;
-  const Progress& progress_;
+  const ShowProgress& progress_;
   std::vector<Child> children_;
   RunReport report_;
   const char* stage_name_ = "";
@@ -362,9 +352,9 @@ class Family {
 
 }  // namespace
 
-Expected<RunReport> run_processes(const RunJob& job, std::chrono::seconds patience, const Progress& progress) {
+Expected<RunReport> run_processes(const RunJob& job, const ShowProgress& progress) {
   const SignalGuard guard;
-  return Family(job, patience, progress).run();
+  return Family(job, progress).run();
 }
 
 }  // namespace kvloom

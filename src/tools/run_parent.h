@@ -25,9 +25,9 @@ struct RunReport {
 };
 
 // Told now and then while bytes land: the stage's name, covered and expected bytes.
-using Progress = std::function<void(const char* stage, std::int64_t covered, std::int64_t expected)>;
+using ShowProgress = std::function<void(const char* stage, std::int64_t covered, std::int64_t expected)>;
 
-// @error unavailable: which rank died and how, or what it said; deadline: which rank was silent for `patience`; cancelled: interrupted by a signal
-Expected<RunReport> run_processes(const RunJob& job, std::chrono::seconds patience, const Progress& progress);
+// @error unavailable: which rank died and how, or what it said; deadline: which rank was silent for the job's patience; cancelled: interrupted by a signal
+Expected<RunReport> run_processes(const RunJob& job, const ShowProgress& progress);
 
 }  // namespace kvloom

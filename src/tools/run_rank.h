@@ -1,10 +1,14 @@
-// run_rank.h: what prefill and decode ranks of `run` have in common: a transport that goes on while they wait to be told something.  Stage: tools.
+// run_rank.h: what prefill and decode ranks of `run` have in common: an endpoint that goes on while they wait to be told something.  Stage: tools.
+// One thread: the rank polls its endpoint itself.
 #pragma once
 
+#include <poll.h>
+
 #include <memory>
-#include <optional>
 #include <vector>
 
+#include "kvloom/session/source_endpoint.h"
+#include "kvloom/session/target_endpoint.h"
 #include "kvloom/tools/rank_memory.h"
 #include "kvloom/tools/run_control.h"
 #include "kvloom/tools/run_job.h"
@@ -12,32 +16,58 @@
 
 namespace kvloom {
 
-// What travels with a notice: a layer's bytes are all visible.
-struct LayerNotice {
-  std::int32_t source = 0, group = 0, layer = 0, stage = 0;
-  std::int64_t bytes = 0;
-};
+// Stages of a run are transfers: the loom's, the naive way's; and one of no tokens before them, in which everybody connects.
+inline constexpr int kLoomStage = 0, kNaiveStage = 1, kMeetStage = 2;
+TransferKey stage_key(int stage);
+// A transfer of a run ends when it ends, or with the run.
+inline constexpr std::chrono::nanoseconds kStageTime = kMaxTimeLeft;
 
-// Stages of a run: their writes and notices carry the stage as their tag.
-inline constexpr int kLoomStage = 0, kNaiveStage = 1;
-inline Tag tag_of(int stage) { return Tag(static_cast<std::uint64_t>(stage) + 1); }
+// The tables of a rank by the groups of its side; of groups that the plan has not: none.
+std::vector<CacheTable> side_tables(const Plan& plan, bool prefill, Rank rank, const std::vector<GroupTables>& tables);
 
+template <class Endpoint, class Event>
 class RankProcess {
  public:
   RankProcess(const RunJob& job, Rank rank, Channel& parent) : job_(job), rank_(rank), parent_(parent) {}
 
  protected:
   // @error as ShmTransport::make
-  Expected<void> open_transport(bool listen);
-  // The next message; meanwhile the transport goes on and its events are kept.
-  Expected<nlohmann::json> next_message();
-  // Polls, waiting a little if nothing is to do, and gives what happened.
-  std::vector<Event> poll();
+  Expected<void> open_transport(bool listen) {
+    ShmOptions options;
+    if (listen) options.listen = "*";
+    options.copy_threads = job_.copy_threads;
+    auto made = ShmTransport::make(std::move(options));
+    if (!made) return tl::unexpected(made.error());
+    transport_ = std::move(*made);
+    return {};
+  }
+
+  void fill_options(EndpointOptions& options) const {
+    options.name = fmt::format("{}", rank_.value);
+    options.silence = job_.patience;
+  }
+
+  // The next message; meanwhile the endpoint goes on and its events are kept.
+  Expected<nlohmann::json> next_message() {
+    for (;;) {
+      endpoint_->poll(std::chrono::seconds(60), kept_, parent_.fd());
+      pollfd told = {parent_.fd(), POLLIN, 0};
+      if (::poll(&told, 1, 0) > 0) return parent_.receive();
+    }
+  }
+
+  // What happened, after waiting a little if nothing did.
+  std::vector<Event> poll() {
+    std::vector<Event> events = std::exchange(kept_, {});
+    endpoint_->poll(events.empty() ? std::chrono::milliseconds(50) : std::chrono::milliseconds(0), events);
+    return events;
+  }
 
   const RunJob& job_;
   Rank rank_;
   Channel& parent_;
   std::unique_ptr<ShmTransport> transport_;
+  std::unique_ptr<Endpoint> endpoint_;  // before the transport
 
  private:
   std::vector<Event> kept_;

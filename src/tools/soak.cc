@@ -22,8 +22,10 @@ constexpr const char* kExamples =
     "  kvloom soak --requests 2000 --seed 7\n"
     "  kvloom soak --requests 300 --prefill cp=4:layers --decode dcp=2 --trace samples/requests.jsonl\n"
     "\n"
-    "Requests of a trace's lengths (divided by --scale), several at once, in chunks, with prefix hits; some are cancelled at a random\n"
-    "moment, and a rank is killed and started anew every so often: what fails by that is tried again. Exit code 1: a byte is wrong, or\n"
+    "Requests of a trace's lengths (divided by --scale), several at once, in chunks, with prefix hits; some are cancelled at a "
+    "random\n"
+    "moment, and a rank is killed and started anew every so often: what fails by that is tried again. Exit code 1: a byte is "
+    "wrong, or\n"
     "pages, descriptors or requests are lost.";
 
 struct SoakWords {
@@ -75,8 +77,7 @@ class Soak {
     while (next_ < words_.requests || !open_.empty()) {
       while (next_ < words_.requests && static_cast<std::int64_t>(open_.size()) < words_.at_once) admit();
       if (auto ok = step(); !ok) return tl::unexpected(ok.error());
-      while (cluster_->listen(std::chrono::milliseconds(0))) {
-      }
+      while (cluster_->listen(std::chrono::milliseconds(0))) {}
       if (auto ok = settle(); !ok) return tl::unexpected(ok.error());
       if (auto ok = kill_now_and_then(); !ok) return tl::unexpected(ok.error());
     }
@@ -289,8 +290,8 @@ class Soak {
   const Context& context_;
   std::unique_ptr<WorkerCluster> cluster_;
   std::vector<Open> open_;
-  std::map<bool, std::int64_t> descriptors_;      // of a prefill, of a decode rank
-  std::map<WorkerId, std::int64_t> resident_;     // bytes, after the first request
+  std::map<bool, std::int64_t> descriptors_;   // of a prefill, of a decode rank
+  std::map<WorkerId, std::int64_t> resident_;  // bytes, after the first request
   std::int64_t next_ = 0, over_ = 0, next_number_ = 1, meetings_ = 0;
   SoakReport report_;
 };
@@ -338,10 +339,12 @@ Expected<ExitCode> soak(const SoakWords& words, const Context& context) {
                    .dump(2));
   } else {
     fmt::print(context.out,
-               "{} landed, {} cancelled, {} ranks killed and started anew, {} attempts failed and were made again; {} moved; the process "
+               "{} landed, {} cancelled, {} ranks killed and started anew, {} attempts failed and were made again; {} moved; the "
+               "process "
                "that grew most grew by {}; {:.1f} s\n",
                count_text(report->landed), count_text(report->cancelled), report->kills, count_text(report->failed),
-               bytes_text(Bytes(report->bytes)), bytes_text(Bytes(std::max<std::int64_t>(0, report->grown_bytes))), report->seconds);
+               bytes_text(Bytes(report->bytes)), bytes_text(Bytes(std::max<std::int64_t>(0, report->grown_bytes))),
+               report->seconds);
     if (report->lost.requests > 0) fmt::print(context.out, "{} requests never landed\n", report->lost.requests);
     fmt::print(context.out, "soak: {} requests, {} wrong bytes, {} pages lost, {} descriptors lost\n", words.requests,
                report->wrong_bytes, report->lost.pages, report->lost.descriptors);
@@ -355,8 +358,8 @@ Expected<ExitCode> soak(const SoakWords& words, const Context& context) {
 
 void add_soak(CLI::App& app, Context& context) {
   auto words = std::make_shared<SoakWords>();
-  CLI::App* verb = add_verb(app, context, "soak", "Serve many requests with real processes that die, and check every byte", kExamples,
-                            [words, &context] { return soak(*words, context); });
+  CLI::App* verb = add_verb(app, context, "soak", "Serve many requests with real processes that die, and check every byte",
+                            kExamples, [words, &context] { return soak(*words, context); });
   add_count(*verb, "--requests", words->requests, "that are served", 1, 10'000'000)->capture_default_str();
   add_count(*verb, "--at-once", words->at_once, "requests that are open at a time", 1, 4096)->capture_default_str();
   add_count(*verb, "--seed", words->seed, "of everything that is drawn; drawn and printed where not said", 0);

@@ -1,11 +1,12 @@
 #include "kvloom/tools/stream.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <deque>
 #include <nlohmann/json.hpp>
-#include <unistd.h>
 
 #include "kvloom/plan/compile.h"
 #include "kvloom/session/trace.h"
@@ -192,7 +193,8 @@ class Stream {
     return at == std::string::npos ? 0 : std::stoll(text.substr(text.find("} ", at) + 2));
   }
 
-  StreamReport summed(const std::vector<Timed>& alone, const std::vector<Timed>& one_shot, const std::vector<Timed>& stream) const {
+  StreamReport summed(const std::vector<Timed>& alone, const std::vector<Timed>& one_shot,
+                      const std::vector<Timed>& stream) const {
     constexpr double kMs = 1e-6;
     StreamReport out;
     std::vector<double> tails, one_shot_tails;
@@ -294,7 +296,12 @@ json stream_json(const StreamReport& report, const StreamJob& job) {
 
 void print_stream(std::FILE* out, const StreamReport& report, const StreamJob& job) {
   constexpr std::size_t kMost = 32;  // that are printed
-  TextTable table({{"request"}, {"tokens"}, {"prefill alone, ms"}, {"with push, ms"}, {"landed after, ms"}, {"exposed tail, ms"},
+  TextTable table({{"request"},
+                   {"tokens"},
+                   {"prefill alone, ms"},
+                   {"with push, ms"},
+                   {"landed after, ms"},
+                   {"exposed tail, ms"},
                    {"one shot: tail, ms"}});
   for (std::size_t i = 0; i < std::min(kMost, report.requests.size()); ++i) {
     const StreamRequest& r = report.requests[i];

@@ -21,8 +21,8 @@ struct StreamJob {
   std::int64_t chunk = 0;             // tokens; 0: each request is one
   std::int64_t layer_ns = 2'000'000;  // of a layer of `layer_tokens` tokens; others in proportion
   std::int64_t layer_tokens = 2048;
-  bool busy = false;  // computing burns a core, as its own CPU time; else it waits, as for an accelerator
-  WorkerSpec worker;  // what all ranks have in common
+  bool busy = false;     // computing burns a core, as its own CPU time; else it waits, as for an accelerator
+  WorkerSpec worker;     // what all ranks have in common
   std::string timeline;  // a file for Perfetto; empty: none
 };
 
@@ -42,7 +42,7 @@ Quantiles quantiles(std::vector<double> values);  // of none: zeros
 struct StreamReport {
   std::vector<StreamRequest> requests;
   Quantiles exposed_tail, one_shot_tail;
-  double layer_wire_ms = 0;  // of one layer of the longest request, at the rate of the fastest one shot
+  double layer_wire_ms = 0;   // of one layer of the longest request, at the rate of the fastest one shot
   double prefill_slowed = 0;  // prefill with push / alone, over all requests
   std::int64_t wrong_bytes = 0;
   std::int64_t posts = 0, layers_times_chunks = 0;  // of one prefill rank, streamed; what one post for each would be
