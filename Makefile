@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench mutants format clean
+.PHONY: help demo test check bench mutants soak format clean
 
 help: ## Say what there is
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -19,8 +19,11 @@ bench: ## Build a release, run the benchmarks, print the table of ratios
 mutants: ## Break the session layer in each way of tests/mutants: the simulator has to see it
 	@scripts/mutants.sh
 
+soak: ## Serve 2,000 requests with processes that die, and check every byte
+	@scripts/soak.sh
+
 format: ## Format our C++ files
 	@scripts/format.sh
 
 clean: ## Remove what was built
-	@rm -rf build build-asan build-debug build-fuzz build-mutants build-tsan plan.html
+	@rm -rf build build-asan build-debug build-fuzz build-mutants build-tsan plan.html timeline.json
