@@ -85,10 +85,6 @@ bool Pulse::is_due(Instant now, std::chrono::nanoseconds heartbeat) {
   return true;
 }
 
-Instant Pulse::deadline(const EndpointOptions& options) const {
-  return needed_ ? std::min(pinged_ + options.heartbeat, heard_ + options.silence) : kNever;
-}
-
 void wait_readable(std::span<const int> fds, std::chrono::nanoseconds at_most) {
   std::vector<pollfd> polled;
   polled.reserve(fds.size());

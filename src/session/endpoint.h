@@ -90,7 +90,6 @@ class Pulse {
   void forgive(Instant now) { heard_ = now; }
   bool is_due(Instant now, std::chrono::nanoseconds heartbeat);  // true: send a ping now
   bool is_lost(Instant now, std::chrono::nanoseconds silence) const { return needed_ && now - heard_ >= silence; }
-  Instant deadline(const EndpointOptions& options) const;
 
  private:
   bool needed_ = false;

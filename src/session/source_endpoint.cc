@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "kvloom/bind/bind.h"
 #include "kvloom/plan/wire.h"
 #include "kvloom/session/wire.h"
 
@@ -10,19 +9,15 @@ namespace kvloom {
 namespace {
 
 constexpr std::size_t kMaxLinks = 4096;
-constexpr std::size_t kMaxGeometries = 64;  // of one peer
-constexpr std::size_t kRunsAWrite = 512;
+constexpr std::size_t kMaxGeometries = 64;                   // of one peer
+constexpr std::size_t kMaxGranted = 2 * SourceBook::kEarly;  // of one peer, that are not over
 constexpr Bytes kPollBytes{16 << 20};
 
-std::int32_t group_index(const Side& side, const GroupSide* group) {
-  return static_cast<std::int32_t>(group - side.groups().data());
-}
+}  // namespace
 
-Error lost(const std::string& name, std::string_view how) {
+Error SourceEndpoint::lost(const std::string& name, std::string_view how) {
   return {Code::unavailable, Scope::peer, fmt::format("{}: {}", name, how)};
 }
-
-}  // namespace
 
 // ---- birth ----
 
@@ -205,8 +200,8 @@ void SourceEndpoint::tick() {
 
 Instant SourceEndpoint::deadline() const {
   Instant out = std::min(book_.deadline(), pacer_.deadline());
-  for (const auto& [route, link] : links_)
-    out = std::min(out, !transfers_.empty() && !link.granted.empty() ? pulses_at_ : link.pulse.deadline(options_));
+  const bool beating = std::any_of(links_.begin(), links_.end(), [](const auto& l) { return !l.second.granted.empty(); });
+  if (beating) out = std::min(out, pulses_at_);
   return done_.empty() ? out : Instant(0);
 }
 
@@ -284,7 +279,13 @@ Expected<SourceEndpoint::RemoteCache> SourceEndpoint::read_geometry(const Link& 
 
 void SourceEndpoint::message(Link& link, const Message& message) {
   if (const auto* granted = std::get_if<Grant>(&message)) return grant(link, *granted);
-  if (const auto* cancelled = std::get_if<Cancel>(&message)) drop_posts(cancelled->key, link.partner, "cancelled by its target");
+  if (const auto* cancelled = std::get_if<Cancel>(&message)) {
+    const bool is_its_own = std::any_of(link.geometries.begin(), link.geometries.end(), [&](const auto& geometry) {
+      return geometry.second && geometry.second->rank == cancelled->target;
+    });
+    if (!is_its_own) return;  // it speaks for another
+    drop_posts(cancelled->key, link.partner, "cancelled by its target");
+  }
   std::vector<SourceBook::Action> actions;
   book_.message(link.partner, message, now(), actions);
   obey(actions);
@@ -295,6 +296,8 @@ void SourceEndpoint::grant(Link& link, const Grant& grant) {
     const Message answer = Failed{grant.key, cache_.rank, why.code, std::string(cut_reason(why.message))};
     telemetry_.sent(control_->send(link.route, encoder_.encode(answer)));
   };
+  if (link.granted.size() >= kMaxGranted && !link.granted.contains(grant.key))
+    return refuse({Code::exhausted, Scope::transfer, fmt::format("{} grants of this rank are open, the most", kMaxGranted)});
   if (auto known = learn_plan(link, grant); !known) return refuse(known.error());
   telemetry_.granted();
   if (!link.granted.contains(grant.key)) link.granted.emplace(grant.key, Granted{{}, now() + grant.time_left});
@@ -361,216 +364,6 @@ void SourceEndpoint::tell(const Route& to, const ConnectionToken& token, decltyp
 SourceEndpoint::Link* SourceEndpoint::find(PartnerId partner) {
   const auto at = partners_.find(partner);
   return at == partners_.end() ? nullptr : at->second;
-}
-
-// ---- what the book says ----
-
-void SourceEndpoint::obey(std::vector<SourceBook::Action>& actions) {
-  for (SourceBook::Action& action : actions) {
-    if (const auto* message = std::get_if<SendTo>(&action)) {
-      if (const Link* link = find(message->to); link != nullptr)
-        telemetry_.sent(control_->send(link->route, encoder_.encode(message->message)));
-    } else {
-      auto& keyed = std::get<SourceBook::Keyed>(action);
-      obey(keyed.key, keyed.action);
-    }
-  }
-}
-
-void SourceEndpoint::obey(const TransferKey& key, Sender::Action& action) {
-  if (auto* post = std::get_if<Sender::Post>(&action)) return queue(key, std::move(*post));
-  if (const auto* fence = std::get_if<Sender::FenceOff>(&action)) {
-    // The connection with it, and so its other transfers: a peer that does not answer for so long has none that go on.
-    if (const Link* link = find(fence->partner); link != nullptr)
-      lose(fence->partner, lost(link->name, "posts to it do not end"));
-    return;
-  }
-  if (const auto* layer = std::get_if<Sender::ReleaseLayer>(&action)) {
-    happened_.emplace_back(LayerReleased{key, layer->layer});
-    return;
-  }
-  if (auto* end = std::get_if<Sender::End>(&action)) {
-    const auto tail = now() - transfers_.at(key).last_ready;
-    telemetry_.ended(key, end->outcome, end->why, now());
-    if (end->outcome == Outcome::landed) telemetry_.tail(tail);
-    happened_.emplace_back(SourceEnded{key, end->outcome, std::move(end->why), now(), tail});
-    return;
-  }
-  transfers_.erase(key);
-  telemetry_.released(key, now());
-  for (auto& [route, link] : links_) link.granted.erase(key);
-  happened_.emplace_back(SourceReleased{key});
-}
-
-// ---- posting ----
-
-void SourceEndpoint::queue(const TransferKey& key, Sender::Post post) {
-  pacer_.push({post.to, key, post.id, post.bytes, now()});
-  waiting_.emplace(std::pair(key, post.id), std::move(post));
-}
-
-void SourceEndpoint::drop_posts(const TransferKey& key, std::optional<PartnerId> to, const char* why) {
-  for (Paced& paced : to ? pacer_.drop(*to, key) : pacer_.drop(key)) {
-    waiting_.erase({paced.key, paced.id});
-    done_.push_back({std::move(paced.key), paced.id, fail(Scope::transfer, Code::cancelled, "{}", why)});
-  }
-}
-
-bool SourceEndpoint::let_posts_go() {
-  bool did = false;
-  while (const auto paced = pacer_.next(now())) {
-    const auto at = waiting_.find({paced->key, paced->id});
-    const Sender::Post next = std::move(at->second);
-    waiting_.erase(at);
-    telemetry_.left_queue(now() - paced->pushed);
-    post(paced->key, next);
-    did = true;
-  }
-  return did;
-}
-
-void SourceEndpoint::post(const TransferKey& key, const Sender::Post& post) {
-  const std::uint64_t number = next_open_++;
-  ++counts_.posts;
-  OpenPost& open = open_[number];
-  open.key = key;
-  open.id = post.id;
-  open.to = post.to;
-  open.post = {post.target, {}, post.bytes, now()};
-  if (!post.parts.empty()) open.post.first = post.parts.front();
-  Link* link = find(post.to);
-  const auto transfer = transfers_.find(key);
-  if (link == nullptr)
-    open.error = lost(fmt::format("decode rank {}", post.target.value), "the connection is lost");
-  else if (transfer == transfers_.end())
-    open.error = {Code::cancelled, Scope::transfer, "the transfer is over"};
-  else if (auto ok = write_all(post, transfer->second, *link, number); !ok)
-    open.error = ok.error();
-  if (open.open == 0) finish(number);
-}
-
-// The tables of a grant, each checked once, by whoever posts to it first.
-Expected<const std::vector<PageTable>*> SourceEndpoint::tables_of(Link& link, const TransferKey& key, const Grant& grant) {
-  Granted& granted = link.granted[key];
-  if (granted.tables.empty())
-    for (const GrantTable& table : grant.tables) {
-      auto made = PageTable::make(table.pages, table.pool_pages, PageTable::Use::target);
-      if (!made) return tl::unexpected(made.error());
-      granted.tables.push_back(std::move(*made));
-    }
-  return &granted.tables;
-}
-
-Expected<void> SourceEndpoint::write_all(const Sender::Post& post, const Transfer& transfer, Link& link, std::uint64_t number) {
-  const auto geometry = link.geometries.find(post.grant->geometry);
-  if (geometry == link.geometries.end() || !geometry->second)
-    return fail(Scope::transfer, Code::unavailable, "geometry {} of decode rank {} is not known any more",
-                post.grant->geometry.value, post.target.value);
-  const auto tables = tables_of(link, open_.at(number).key, *post.grant);
-  if (!tables) return tl::unexpected(tables.error());
-  Progress progress;
-  for (const PostPart& part : post.parts) {
-    const auto bytes = write_part(post, part, transfer, **tables, *geometry->second, number);
-    if (!bytes)
-      return fail(Scope::transfer, bytes.error().code, "layer {} of group {}: {}", part.layer.layer.value, part.layer.group,
-                  bytes.error().message);
-    progress.parts.push_back({part.layer, *bytes});
-    open_.at(number).written += *bytes;
-  }
-  progress.last = post.last;
-  progress.payload = post.payload;
-  telemetry_.posted(open_.at(number).key, post, now() - transfer.last_ready, now());
-  notify(link.peer, post.grant->tag, std::move(progress), number);
-  return {};
-}
-
-Expected<Bytes> SourceEndpoint::write_part(const Sender::Post& post, const PostPart& part, const Transfer& transfer,
-                                           const std::vector<PageTable>& targets, const RemoteCache& remote,
-                                           std::uint64_t number) {
-  const Plan& plan = *post.plan;
-  const GroupPlan& group = plan.groups()[static_cast<std::size_t>(part.layer.group)];
-  const auto path = plan.path(part.layer.group, cache_.rank, post.target);
-  const std::int32_t ours = group_index(plan.source(), group.source), theirs = group_index(plan.target(), group.target);
-  const PageTable& table = transfer.tables[static_cast<std::size_t>(ours)];
-  auto bound = bind(plan, *path, table, targets[static_cast<std::size_t>(part.layer.group)], post.grant->range, part.chunk);
-  if (!bound) return tl::unexpected(bound.error());
-  const TensorRegions *from = cache_.memory.find(ours, part.layer.layer), *to = remote.memory.find(theirs, part.layer.layer);
-  if (from == nullptr || to == nullptr)
-    return fail(Code::invalid_argument, "its memory is not described at {}", from == nullptr ? "prefill" : "decode");
-  scratch_.resize(kRunsAWrite);
-  while (const std::size_t count = bound->next(scratch_)) {
-    placed_.clear();
-    if (auto ok = place(std::span(scratch_).first(count), *from, *to, placed_); !ok) return tl::unexpected(ok.error());
-    write_runs(remote, post.grant->tag, number);
-  }
-  return bound->bytes();
-}
-
-// Runs between the same two regions, as many as stand together, are one write.
-void SourceEndpoint::write_runs(const RemoteCache& remote, Tag tag, std::uint64_t number) {
-  OpenPost& open = open_.at(number);
-  for (std::size_t begin = 0; begin < placed_.size();) {
-    const PlacedRun& first = placed_[begin];
-    std::vector<Run> runs;
-    if (!spare_.empty()) {
-      runs = std::move(spare_.back());
-      spare_.pop_back();
-      runs.clear();
-    }
-    for (; begin < placed_.size() && runs.size() < kRunsAWrite && placed_[begin].source_region == first.source_region &&
-           placed_[begin].target_region == first.target_region;
-         ++begin)
-      runs.push_back(placed_[begin].run);
-    const std::span<const Run> lent = runs;  // stays where it is while the vector is moved
-    open.runs.push_back(std::move(runs));
-    const PostId id = transport_.write({cache_.regions[static_cast<std::size_t>(first.source_region)],
-                                        remote.regions[static_cast<std::size_t>(first.target_region)], tag, lent});
-    operations_.emplace(id.value, number);
-    ++open.open;
-    telemetry_.wrote(lent.size());
-    counts_.runs += static_cast<std::int64_t>(lent.size());
-  }
-}
-
-// Layers of a notice that is longer than the transport takes go in notices before it.
-void SourceEndpoint::notify(PeerId peer, Tag tag, Progress progress, std::uint64_t number) {
-  const auto most = static_cast<std::size_t>(transport_.abilities().max_notice_bytes.value);
-  const auto send = [&](const Progress& notice) {
-    const PostId id = transport_.notify(peer, tag, encode_progress(notice));
-    operations_.emplace(id.value, number);
-    ++open_.at(number).open;
-  };
-  const std::size_t room = parts_that_fit(progress.payload.size(), most);
-  while (progress.parts.size() > room) {
-    const std::size_t count = std::min(progress.parts.size(), parts_that_fit(0, most));
-    const auto end = progress.parts.begin() + static_cast<std::ptrdiff_t>(count);
-    send({{progress.parts.begin(), end}, false, {}});
-    progress.parts.erase(progress.parts.begin(), end);
-  }
-  send(progress);
-}
-
-void SourceEndpoint::completed(const Completed& completed) {
-  const auto operation = operations_.find(completed.post.value);
-  if (operation == operations_.end()) return;
-  const std::uint64_t number = operation->second;
-  operations_.erase(operation);
-  OpenPost& open = open_.at(number);
-  if (!completed.delivered && !open.error) open.error = completed.delivered.error();
-  if (--open.open == 0) finish(number);
-}
-
-void SourceEndpoint::finish(std::uint64_t number) {
-  const auto at = open_.find(number);
-  OpenPost& open = at->second;
-  constexpr std::size_t kSpare = 256;
-  for (std::vector<Run>& runs : open.runs)
-    if (spare_.size() < kSpare) spare_.push_back(std::move(runs));
-  pacer_.done(open.to, open.post.bytes);
-  if (!open.error) counts_.delivered += open.written;
-  telemetry_.delivered(open.key, open.post, now(), open.error);
-  done_.push_back({open.key, open.id, open.error ? Expected<void>(tl::unexpected(*open.error)) : Expected<void>()});
-  open_.erase(at);
 }
 
 }  // namespace kvloom

@@ -171,6 +171,7 @@ class SourceEndpoint {
   void completed(const Completed& completed);
   void finish(std::uint64_t number);
 
+  static Error lost(const std::string& name, std::string_view how);
   Link* find(PartnerId partner);
   Instant now() const { return options_.clock(); }
 

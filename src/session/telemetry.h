@@ -16,6 +16,7 @@ struct Sinks {
   Metrics* metrics = nullptr;  // these outlive the endpoint
   Trace* trace = nullptr;
   LogSink log;
+  LogLevel least = LogLevel::info;  // that `log` is told; what is below is not even worded
 };
 
 class Telemetry {
@@ -65,7 +66,7 @@ class Telemetry {
   };
   template <class... Args>
   void log(LogLevel level, fmt::format_string<Args...> format, Args&&... args) const {
-    if (sinks_.log) sinks_.log(level, fmt::format(format, std::forward<Args>(args)...));
+    if (sinks_.log && level >= sinks_.least) sinks_.log(level, fmt::format(format, std::forward<Args>(args)...));
   }
 
   Sinks sinks_;

@@ -128,7 +128,7 @@ class Worker {
     pages_ = std::move(*pages);
     metrics_ = std::make_unique<Metrics>(spec_.prefill ? "prefill" : "decode", spec_.rank);
     if (spec_.trace) trace_ = std::make_unique<Trace>(spec_.name(), getpid());
-    auto endpoint = make_endpoint({metrics_.get(), trace_.get(), stderr_log(spec_.name(), spec_.log)});
+    auto endpoint = make_endpoint({metrics_.get(), trace_.get(), stderr_log(spec_.name(), spec_.log), spec_.log});
     if (!endpoint) return tl::unexpected(endpoint.error());
     thread_ = std::make_unique<EndpointThread<Endpoint, Event>>(std::move(*endpoint), *transport_,
                                                                 [this](std::vector<Event>& events) { note(events); });

@@ -117,6 +117,95 @@ TEST(Endpoints, APayloadRidesWithCompletion) {
     EXPECT_EQ(bytes, (std::vector{std::byte{42}, std::byte{static_cast<unsigned char>(rank.value)}}));
 }
 
+// ---- cases of others' software ----
+
+// A write was reported done before its bytes were visible; with five transfers at once to one peer bytes were damaged.
+TEST(Cases, Case23_WhatIsToldAsLandedIsThereInThatMoment) {
+  for (const std::uint64_t seed : {1U, 2U, 3U}) {
+    Cluster cluster(shapes::gqa(2), seed);  // the transport delivers in any order that it may
+    cluster.add_prefill("tp=2");
+    cluster.add_decode(1);
+    cluster.describe("tp=1");
+    std::vector<Request> all;
+    for (int i = 0; i < 5; ++i) all.push_back(request(14 + i, 5, 0, "req-" + std::to_string(i)));
+    for (const Request& r : all) {
+      cluster.begin(r);
+      cluster.offer(r);
+    }
+    auto& d = *cluster.decode[0];
+    auto& cache = *d.memories[0]->cache;
+    std::size_t seen = 0;
+    const auto check = [&] {
+      for (; seen < d.events.size(); ++seen) {
+        const auto* layer = std::get_if<LayerLanded>(&d.events[seen]);
+        if (layer == nullptr) continue;
+        const auto& r = *std::find_if(all.begin(), all.end(), [&](const Request& of) { return of.key == layer->key; });
+        ASSERT_EQ(cache.check(r.number, 0, layer->layer, 0, r.tokens, r.tokens, d.tables.at(r.key)[0]), -1);
+      }
+    };
+    for (std::int64_t begin = 0; begin < 18; begin += 5)
+      for (std::int32_t layer = 0; layer < 3; ++layer)
+        for (const Request& r : all) {
+          if (begin < r.tokens) cluster.compute(r, LayerId(layer), begin, std::min(begin + 5, r.tokens));
+          cluster.poll();
+          check();
+        }
+    ASSERT_TRUE(cluster.drive([&] {
+      check();
+      return std::all_of(all.begin(), all.end(), [&](const Request& r) { return cluster.over(r); });
+    }));
+    EXPECT_EQ(std::count_if(d.events.begin(), d.events.end(),
+                            [](const TargetEvent& e) { return std::holds_alternative<LayerLanded>(e); }),
+              15);
+  }
+}
+
+// The source evicted pages before the asynchronous sender had read them.
+TEST(Cases, Case33_ASourcesPagesAreKeptWhileTheyAreRead) {
+  Cluster cluster(shapes::mla());
+  cluster.add_prefill("tp=1");
+  cluster.add_decode(1);
+  cluster.describe("tp=1");
+  const Request r = request(16);
+  auto& p = *cluster.prefill[0];
+  cluster.begin(r);
+  cluster.offer(r);
+  cluster.compute(r, LayerId(0), 0, 16);
+  ASSERT_TRUE(cluster.drive([&] { return !cluster.decode[0]->layers(r.key).empty(); }));
+  for (std::int32_t layer = 1; layer < 5; ++layer) cluster.compute(r, LayerId(layer), 0, 16);
+  for (int turn = 0; turn < 200; ++turn) p.endpoint->poll(0ns, p.events);  // its target does not run
+  p.endpoint->cancel(r.key, "evicted");
+  for (int turn = 0; turn < 200; ++turn) p.endpoint->poll(0ns, p.events);
+  EXPECT_EQ(p.find<SourceReleased>(r.key), nullptr);
+  ASSERT_TRUE(cluster.drive([&] { return cluster.over(r); }));
+}
+
+// Several layers share one buffer: the next one overwrote it while the one before was still being sent.
+TEST(Cases, Case35_ALayersPagesMayBeOverwrittenOnceItIsReleased) {
+  Cluster cluster(shapes::mla(5));
+  cluster.add_prefill("tp=1");
+  cluster.add_decode(2);
+  cluster.describe("dcp=2");
+  const Request r = request(24);
+  auto& p = *cluster.prefill[0];
+  cluster.begin(r);
+  cluster.offer(r);
+  for (std::int32_t layer = 0; layer < 5; ++layer) {
+    cluster.compute(r, LayerId(layer), 0, 24);
+    const auto released = [&] {
+      return std::any_of(p.events.begin(), p.events.end(), [&](const SourceEvent& event) {
+        const auto* of = std::get_if<LayerReleased>(&event);
+        return of != nullptr && of->layer == LayerId(layer);
+      });
+    };
+    ASSERT_TRUE(cluster.drive(released));
+    auto& bytes = p.memory->cache->bytes(0, LayerId(layer));
+    std::fill(bytes.begin(), bytes.end(), std::uint8_t{0});
+  }
+  ASSERT_TRUE(cluster.drive([&] { return cluster.over(r); }));
+  EXPECT_TRUE(cluster.landed(r));
+}
+
 // ---- per request, not per cluster ----
 
 TEST(Endpoints, OnePrefillGroupServesDecodeGroupsOfAnyShardingAtTheSameTime) {
