@@ -24,6 +24,7 @@
 
 namespace kvloom {
 
+inline constexpr std::size_t kMaxGeometries = 64;            // of one peer; both ends forget the one of the lowest id for another
 inline constexpr std::size_t kMaxRegions = 65536;            // of one geometry
 inline constexpr std::size_t kMaxTensors = 65536;            // of one geometry
 inline constexpr std::size_t kMaxTensorParts = 1U << 18;     // of all tensors together

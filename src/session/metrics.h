@@ -51,7 +51,7 @@ class Metrics {
 
   // ---- a source's posts ----
   void queued(Time in_pacer);       // gone to the transport after so long
-  void ready_to_post(Time waited);  // from when its last part was computed until the Sender posted it
+  void ready_to_post(Time waited);  // from the transfer's last `ready` until its write
   void posted(Bytes bytes, std::int64_t runs, std::int64_t parts);
   void delivered(Bytes bytes, Time from_write_to_completed);
   void undelivered(Code why);

@@ -57,6 +57,12 @@ constexpr std::array kEdges = {
     Edge<State, On>{State::ending, On::time, State::ending, "posts hang: fence off"},
 };
 
+// What went wrong at one target. Nobody of ours cancelled it, whatever the transport calls a peer that hung up.
+Error of_rank(Rank target, const Error& why) {
+  const Code code = why.code == Code::cancelled ? Code::unavailable : why.code;
+  return {code, Scope::transfer, fmt::format("decode rank {}: {}", target.value, why.message)};
+}
+
 }  // namespace
 
 std::span<const Edge<State, On>> Sender::edges() { return kEdges; }
@@ -196,7 +202,7 @@ void Sender::posted(const Posted& event) {
   --link.posts;
   for (const LayerId layer : post.layers) --link.reading[layer];
   maybe_done_.insert(maybe_done_.end(), post.layers.begin(), post.layers.end());
-  if (!event.delivered && link.at == Link::At::open) return stop(link, event.delivered.error(), true);
+  if (!event.delivered && link.at == Link::At::open) return stop(link, of_rank(post.target, event.delivered.error()), true);
   link.last_delivered = link.last_delivered || post.last;
   if (link.at == Link::At::open && link.last_delivered && link.posts == 0) link.at = Link::At::done;
   if (link.at == Link::At::stopping && link.posts == 0) stopped(link);
@@ -223,8 +229,7 @@ void Sender::cancel_from(const CancelFrom& event) {
 void Sender::gone(const Gone& event) {
   for (auto& [target, link] : links_) {
     if (link.partner != event.partner) continue;
-    if (link.at == Link::At::open)
-      stop(link, {event.why.code, Scope::transfer, fmt::format("decode rank {}: {}", target.value, event.why.message)}, false);
+    if (link.at == Link::At::open) stop(link, of_rank(target, event.why), false);
     if (link.at == Link::At::stopping && link.fence_at != kNever) {
       link.fence_at = kNever;
       actions_->emplace_back(FenceOff{link.partner});

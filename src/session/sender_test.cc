@@ -306,7 +306,7 @@ TEST(Sender, StopsALinkWhosePostFailedAndNoOther) {
   EXPECT_EQ(driver.on(ready(1, 8)), "post 3 to 1: 0/1 [0, 8) last");
   driver.on(done(2));
   EXPECT_EQ(driver.on(done(3)), "release layer 1; end failed; release");
-  EXPECT_EQ(why(driver).message, "the connection is lost");
+  EXPECT_EQ(why(driver).message, "decode rank 0: the connection is lost");
 }
 
 TEST(Sender, FencesOffWhoIsGoneWhilePostsAreOpen) {

@@ -65,8 +65,15 @@ void SourceSession::ready(const TransferKey& key, LayerId layer, std::int64_t to
   thread_.post([=](SourceEndpoint& endpoint) { endpoint.ready(key, layer, tokens); });
 }
 
-void SourceSession::payload(const TransferKey& key, std::vector<std::byte> bytes) {
-  thread_.post([=, bytes = std::move(bytes)](SourceEndpoint& endpoint) { endpoint.payload(key, bytes); });
+Expected<void> SourceSession::payload(const TransferKey& key, std::vector<std::byte> bytes) {
+  return thread_.ask([&](SourceEndpoint& endpoint) { return endpoint.payload(key, std::move(bytes)); });
+}
+
+void SourceSession::run_on_thread(const std::function<void()>& work) {
+  thread_.ask([&](SourceEndpoint&) {
+    work();
+    return true;
+  });
 }
 
 void SourceSession::cancel(const TransferKey& key, std::string why) {
@@ -100,6 +107,13 @@ TargetSession::TargetSession(std::unique_ptr<TargetEndpoint> endpoint, Transport
     : thread_(std::move(endpoint), transport, [this](std::vector<TargetEvent>& events) { note(events); }) {}
 
 void TargetSession::note(std::vector<TargetEvent>& events) { note_all<LayerLanded>(ledger_, events); }
+
+void TargetSession::run_on_thread(const std::function<void()>& work) {
+  thread_.ask([&](TargetEndpoint&) {
+    work();
+    return true;
+  });
+}
 
 Expected<GeometryId> TargetSession::describe(LocalCache cache) {
   return thread_.ask([&](TargetEndpoint& endpoint) { return endpoint.describe(std::move(cache)); });

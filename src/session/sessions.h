@@ -2,7 +2,7 @@
 // waits that have a deadline.  Stage: stream.
 // A source session says what the forward pass has done; a target session waits for layers. Both keep what became of a transfer until
 // `forget`, or until kKept others have ended since.
-// Thread: any, but that the maker makes and destroys it.  Time: every wait has an end.
+// Thread: any, but that the maker makes and destroys it, when nobody waits in it any more.  Time: every wait has an end.
 #pragma once
 
 #include <condition_variable>
@@ -33,7 +33,7 @@ class Ledger {
 
   void open(const TransferKey& key) {
     const std::lock_guard lock(mutex_);
-    entries_.try_emplace(key);
+    entries_[key] = {};
   }
   void forget(const TransferKey& key) {
     const std::lock_guard lock(mutex_);
@@ -88,7 +88,7 @@ class SourceSession {
   Expected<void> offer(const Offer& offer);
   Expected<void> set_table(const TransferKey& key, std::int32_t group, CacheTable table);
   void ready(const TransferKey& key, LayerId layer, std::int64_t tokens);
-  void payload(const TransferKey& key, std::vector<std::byte> bytes);
+  Expected<void> payload(const TransferKey& key, std::vector<std::byte> bytes);
   void cancel(const TransferKey& key, std::string why);
 
   // @error deadline; invalid_argument: not offered, or forgotten; else why the transfer is over without it
@@ -97,6 +97,8 @@ class SourceSession {
   Expected<SourceEnded> wait(const TransferKey& key, std::chrono::nanoseconds at_most);
   Expected<void> wait_released(const TransferKey& key, std::chrono::nanoseconds at_most);
   void forget(const TransferKey& key) { ledger_.forget(key); }
+  // Runs it on the session's thread, which owns the transport: to register memory, or to let go of it.
+  void run_on_thread(const std::function<void()>& work);
 
  private:
   SourceSession(std::unique_ptr<SourceEndpoint> endpoint, Transport& transport);
@@ -124,6 +126,8 @@ class TargetSession {
   // Until the pages are the engine's again.  @error deadline: still in quarantine; invalid_argument
   Expected<void> wait_released(const TransferKey& key, std::chrono::nanoseconds at_most);
   void forget(const TransferKey& key) { ledger_.forget(key); }
+  // As SourceSession's: memory for another geometry is registered there, then described.
+  void run_on_thread(const std::function<void()>& work);
 
  private:
   TargetSession(std::unique_ptr<TargetEndpoint> endpoint, Transport& transport);

@@ -23,6 +23,7 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
                 to_string(job.key));
   const TransferKey key = job.key;
   const auto at = senders_.emplace(key, Sender(std::move(job), now)).first;
+  timers_.emplace(at->second.deadline(), key);
   if (const auto cancelled = cancelled_.find(key); cancelled != cancelled_.end())
     for (const auto& [from, cancel] : std::vector(cancelled->second))
       if (senders_.contains(key)) step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
@@ -30,7 +31,7 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
   if (early == early_.end()) return {};
   const std::vector<Early> grants = std::move(early->second);
   early_.erase(early);
-  early_count_ -= grants.size();
+  for (const Early& grant : grants) forget_early(grant);
   for (const Early& grant : grants) {
     if (!senders_.contains(key)) break;
     step(at, Sender::Granted{grant.from, grant.grant, grant.plan, grant.arrived}, now, actions);
@@ -45,8 +46,13 @@ void SourceBook::tell(const TransferKey& key, const Sender::Event& event, Instan
 void SourceBook::step(std::map<TransferKey, Sender>::iterator at, const Sender::Event& event, Instant now,
                       std::vector<Action>& actions) {
   std::vector<Sender::Action> mine;
-  at->second.advance(event, now, mine, counts_);
   const TransferKey& key = at->first;
+  const Instant before = at->second.deadline();
+  at->second.advance(event, now, mine, counts_);
+  if (const Instant due = at->second.terminal() ? kNever : at->second.deadline(); due != before) {
+    timers_.erase({before, key});
+    if (due != kNever) timers_.emplace(due, key);
+  }
   Error why;
   for (Sender::Action& action : mine) {
     if (const auto* end = std::get_if<Sender::End>(&action)) why = end->why;
@@ -62,6 +68,34 @@ void SourceBook::step(std::map<TransferKey, Sender>::iterator at, const Sender::
   if (!at->second.terminal()) return;
   remember(key, std::move(why));
   senders_.erase(at);
+}
+
+std::size_t SourceBook::Early::pages() const {
+  std::size_t out = 0;
+  for (const GrantTable& table : grant->tables) out += table.pages.size();
+  return out;
+}
+
+void SourceBook::keep_early(std::vector<Early>& early, Early grant) {
+  ++early_count_;
+  early_pages_ += grant.pages();
+  early_until_.insert(grant.until());
+  early.push_back(std::move(grant));
+}
+
+void SourceBook::forget_early(const Early& grant) {
+  --early_count_;
+  early_pages_ -= grant.pages();
+  early_until_.erase(early_until_.find(grant.until()));
+}
+
+template <class Over>
+void SourceBook::erase_early(std::vector<Early>& early, Over over) {
+  std::erase_if(early, [&](const Early& grant) {
+    if (!over(grant)) return false;
+    forget_early(grant);
+    return true;
+  });
 }
 
 void SourceBook::remember(const TransferKey& key, Error why) {
@@ -110,12 +144,12 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
       actions.emplace_back(SendTo{from, Accepted{grant.key, rank_}});
       return;
     }
-  if (early_count_ >= kEarly) {
+  Early waits{from, kept, plan->second, now};
+  if (early_count_ >= kEarly || early_pages_ + waits.pages() > kEarlyPages) {
     if (early.empty()) early_.erase(grant.key);
     return refuse(Code::exhausted, fmt::format("{} grants wait here for transfers that nobody has offered", early_count_));
   }
-  early.push_back({from, kept, plan->second, now});
-  ++early_count_;
+  keep_early(early, std::move(waits));
   actions.emplace_back(SendTo{from, Accepted{grant.key, rank_}});
 }
 
@@ -123,8 +157,7 @@ void SourceBook::cancel(PartnerId from, const Cancel& cancel, Instant now, std::
   if (const auto at = senders_.find(cancel.key); at != senders_.end())
     return step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
   if (const auto early = early_.find(cancel.key); early != early_.end()) {
-    early_count_ -=
-        std::erase_if(early->second, [&](const Early& e) { return e.from == from && e.grant->target == cancel.target; });
+    erase_early(early->second, [&](const Early& e) { return e.from == from && e.grant->target == cancel.target; });
     if (early->second.empty()) early_.erase(early);
   }
   if (!ended_.contains(cancel.key)) {
@@ -150,33 +183,30 @@ bool SourceBook::was_cancelled(PartnerId from, const Grant& grant) const {
 
 void SourceBook::gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions) {
   for (auto early = early_.begin(); early != early_.end();) {
-    early_count_ -= std::erase_if(early->second, [&](const Early& e) { return e.from == partner; });
+    erase_early(early->second, [&](const Early& e) { return e.from == partner; });
     early = early->second.empty() ? early_.erase(early) : std::next(early);
   }
   for (auto at = senders_.begin(); at != senders_.end();) step(at++, Sender::Gone{partner, why}, now, actions);
 }
 
 void SourceBook::time(Instant now, std::vector<Action>& actions) {
-  for (auto early = early_.begin(); early != early_.end();) {
-    early_count_ -= std::erase_if(early->second, [&](const Early& e) {
+  const bool early_due = !early_until_.empty() && *early_until_.begin() <= now;
+  for (auto early = early_.begin(); early_due && early != early_.end();) {
+    erase_early(early->second, [&](const Early& e) {
       if (now < e.until()) return false;
       actions.emplace_back(SendTo{e.from, failed(early->first, Code::deadline, "it was never offered here")});
       return true;
     });
     early = early->second.empty() ? early_.erase(early) : std::next(early);
   }
-  for (auto at = senders_.begin(); at != senders_.end();) {
-    const auto here = at++;
-    if (here->second.deadline() <= now) step(here, Sender::Time{}, now, actions);
-  }
+  std::vector<TransferKey> due;
+  for (auto timer = timers_.begin(); timer != timers_.end() && timer->first <= now; ++timer) due.push_back(timer->second);
+  for (const TransferKey& key : due) tell(key, Sender::Time{}, now, actions);
 }
 
 Instant SourceBook::deadline() const {
-  Instant out = kNever;
-  for (const auto& [key, sender] : senders_) out = std::min(out, sender.deadline());
-  for (const auto& [key, grants] : early_)
-    for (const Early& grant : grants) out = std::min(out, grant.until());
-  return out;
+  const Instant early = early_until_.empty() ? kNever : *early_until_.begin();
+  return timers_.empty() ? early : std::min(early, timers_.begin()->first);
 }
 
 }  // namespace kvloom

@@ -1,6 +1,6 @@
 // source_book.h: all transfers of one source rank: which event is for which Sender, what to do with grants that come before the engine has
 // offered anything, and what to answer about transfers that are over.  Stage: stream.  Pure, as its senders are.
-// Bounded: at most kEarly grants wait for an offer, each as long as it gave time; the last kRemembered transfers that ended are remembered, so
+// Bounded: at most kEarly grants of together kEarlyPages pages wait for an offer, each as long as it gave time; the last kRemembered transfers that ended are remembered, so
 // that a late grant or cancel of theirs is answered and never served.
 // Thread: whoever calls.  Time: passed in.
 #pragma once
@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <set>
 #include <variant>
 #include <vector>
 
@@ -23,6 +24,7 @@ struct SendTo {
 class SourceBook {
  public:
   static constexpr std::size_t kEarly = 4096;
+  static constexpr std::size_t kEarlyPages = std::size_t{1} << 24;  // 128 MiB of page ids
   static constexpr std::size_t kRemembered = 65536;
   static constexpr std::size_t kPlans = 1024;
 
@@ -57,10 +59,15 @@ class SourceBook {
     std::shared_ptr<const Plan> plan;
     Instant arrived;
     Instant until() const { return arrived + grant->time_left; }
+    std::size_t pages() const;
   };
   void step(std::map<TransferKey, Sender>::iterator at, const Sender::Event& event, Instant now, std::vector<Action>& actions);
   void grant(PartnerId from, const Grant& grant, Instant now, std::vector<Action>& actions);
   void cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions);
+  void keep_early(std::vector<Early>& early, Early grant);
+  template <class Over>
+  void erase_early(std::vector<Early>& early, Over over);
+  void forget_early(const Early& grant);
   void remember(const TransferKey& key, Error why);
   bool was_cancelled(PartnerId from, const Grant& grant) const;
   Message failed(const TransferKey& key, Code code, std::string why) const;
@@ -71,8 +78,10 @@ class SourceBook {
   std::deque<PlanDigest> plans_order_;
   std::map<TransferKey, Sender> senders_;
   std::map<TransferKey, std::vector<Early>> early_;
-  std::size_t early_count_ = 0;
-  std::map<TransferKey, Error> ended_;  // and why
+  std::size_t early_count_ = 0, early_pages_ = 0;
+  std::multiset<Instant> early_until_;
+  std::set<std::pair<Instant, TransferKey>> timers_;  // of senders_
+  std::map<TransferKey, Error> ended_;                // and why
   std::deque<TransferKey> ended_order_;
   // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life.
   std::map<TransferKey, std::vector<std::pair<PartnerId, Cancel>>> cancelled_;

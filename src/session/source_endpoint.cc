@@ -9,15 +9,10 @@ namespace kvloom {
 namespace {
 
 constexpr std::size_t kMaxLinks = 4096;
-constexpr std::size_t kMaxGeometries = 64;                   // of one peer
 constexpr std::size_t kMaxGranted = 2 * SourceBook::kEarly;  // of one peer, that are not over
 constexpr Bytes kPollBytes{16 << 20};
 
 }  // namespace
-
-Error SourceEndpoint::lost(const std::string& name, std::string_view how) {
-  return {Code::unavailable, Scope::peer, fmt::format("{}: {}", name, how)};
-}
 
 // ---- birth ----
 
@@ -43,11 +38,26 @@ SourceEndpoint::SourceEndpoint(SourceOptions options, Transport& transport, Loca
       pacer_(options_.pace),
       stepped_(now()) {}
 
-SourceEndpoint::~SourceEndpoint() = default;
+// What is lent to the transport comes back first; and peers hear at once that nobody is here any more.
+SourceEndpoint::~SourceEndpoint() {
+  for (const auto& [peer, link] : peers_) std::ignore = transport_.fence(peer);
+  constexpr int kMost = 1000;
+  for (int turn = 0; turn < kMost && !operations_.empty(); ++turn) {
+    heard_.clear();
+    transport_.poll({kPollBytes, std::chrono::nanoseconds(0)}, heard_);
+    for (const Event& event : heard_)
+      if (const auto* done = std::get_if<Completed>(&event)) operations_.erase(done->post.value);
+  }
+}
 
 // ---- the engine's side ----
 
 Expected<void> SourceEndpoint::offer(const Offer& offer) {
+  if (offer.key.name.empty() || offer.key.name.size() > kMaxName)
+    return fail(Code::invalid_argument, "a transfer's name has 1 to {} B, not {}", kMaxName, offer.key.name.size());
+  if (offer.time <= offer.time.zero() || offer.time > kMaxTimeLeft)
+    return fail(Code::invalid_argument, "a time of {} ns: it must be above 0 and at most {} h", offer.time.count(),
+                kMaxTimeLeft.count());
   Transfer fresh;
   fresh.tables.resize(cache_.side->groups().size());
   fresh.last_ready = now();
@@ -93,11 +103,15 @@ void SourceEndpoint::ready(const TransferKey& key, LayerId layer, std::int64_t t
   let_posts_go();
 }
 
-void SourceEndpoint::payload(const TransferKey& key, std::vector<std::byte> bytes) {
+Expected<void> SourceEndpoint::payload(const TransferKey& key, std::vector<std::byte> bytes) {
+  if (bytes.size() > kMaxPayload)
+    return fail(Code::invalid_argument, "transfer {}: a payload of {} B: at most {} ride with completion", to_string(key),
+                bytes.size(), kMaxPayload);
   std::vector<SourceBook::Action> actions;
   book_.tell(key, Sender::Payload{std::move(bytes)}, now(), actions);
   obey(actions);
   let_posts_go();
+  return {};
 }
 
 void SourceEndpoint::cancel(const TransferKey& key, std::string why) {
@@ -137,7 +151,8 @@ bool SourceEndpoint::step() {
   did |= tell_done();
   did |= let_posts_go();
   tick();
-  return did;
+  const bool sent = std::exchange(sent_, false);  // a send may have eaten the signal of what came meanwhile: look once more
+  return did || sent;
 }
 
 bool SourceEndpoint::read_control() {
@@ -161,8 +176,7 @@ bool SourceEndpoint::read_transport() {
   for (const Event& event : heard_) {
     if (const auto* done = std::get_if<Completed>(&event)) completed(*done);
     if (const auto* down = std::get_if<PeerDown>(&event))
-      if (const auto at = peers_.find(down->peer); at != peers_.end())
-        lose(at->second->partner, lost(at->second->name, down->reason.message));
+      if (const auto at = peers_.find(down->peer); at != peers_.end()) lose(at->second->partner, down->reason);
   }
   return did || !heard_.empty();
 }
@@ -194,8 +208,7 @@ void SourceEndpoint::tick() {
     if (link.pulse.is_due(here, options_.heartbeat)) tell(route, link.token, Ping{});
   }
   for (const PartnerId partner : silent)
-    lose(partner, lost(find(partner)->name,
-                       fmt::format("not a word for {} ms: frozen, or cut off", options_.silence / std::chrono::milliseconds(1))));
+    lose(partner, lost("not a word for {} ms: frozen, or cut off", options_.silence / std::chrono::milliseconds(1)));
 }
 
 Instant SourceEndpoint::deadline() const {
@@ -230,7 +243,7 @@ void SourceEndpoint::hello(const Route& from, const ConnectionToken& token, cons
   const Welcome welcome{incarnation_, 0, cache_.rank, options_.name, side_bytes_};
   if (const auto at = links_.find(from); at != links_.end()) {
     if (at->second.token == token) return tell(from, token, welcome);  // the first one was lost
-    lose(at->second.partner, lost(at->second.name, "it has connected anew"));
+    lose(at->second.partner, lost("it has connected anew"));
   }
   const auto refuse = [&](Code code, std::string why) {
     telemetry_.refused(printable(hello.name), {code, Scope::peer, why});
@@ -283,7 +296,10 @@ void SourceEndpoint::message(Link& link, const Message& message) {
     const bool is_its_own = std::any_of(link.geometries.begin(), link.geometries.end(), [&](const auto& geometry) {
       return geometry.second && geometry.second->rank == cancelled->target;
     });
-    if (!is_its_own) return;  // it speaks for another
+    if (!is_its_own) {  // a rank that it has never told of: nothing of ours can land for it
+      const Message answer = Quiesced{cancelled->key, cache_.rank};
+      return note_sent(control_->send(link.route, encoder_.encode(answer)));
+    }
     drop_posts(cancelled->key, link.partner, "cancelled by its target");
   }
   std::vector<SourceBook::Action> actions;
@@ -294,7 +310,7 @@ void SourceEndpoint::message(Link& link, const Message& message) {
 void SourceEndpoint::grant(Link& link, const Grant& grant) {
   const auto refuse = [&](const Error& why) {
     const Message answer = Failed{grant.key, cache_.rank, why.code, std::string(cut_reason(why.message))};
-    telemetry_.sent(control_->send(link.route, encoder_.encode(answer)));
+    note_sent(control_->send(link.route, encoder_.encode(answer)));
   };
   if (link.granted.size() >= kMaxGranted && !link.granted.contains(grant.key))
     return refuse({Code::exhausted, Scope::transfer, fmt::format("{} grants of this rank are open, the most", kMaxGranted)});
@@ -358,7 +374,12 @@ void SourceEndpoint::lose(PartnerId partner, const Error& why) {
 }
 
 void SourceEndpoint::tell(const Route& to, const ConnectionToken& token, decltype(Told::what) what) {
-  telemetry_.sent(control_->send(to, encode_told({token, std::move(what)})));
+  note_sent(control_->send(to, encode_told({token, std::move(what)})));
+}
+
+void SourceEndpoint::note_sent(bool taken) {
+  sent_ = true;
+  telemetry_.sent(taken);
 }
 
 SourceEndpoint::Link* SourceEndpoint::find(PartnerId partner) {

@@ -1,7 +1,7 @@
 // source_endpoint.h: a prefill rank on the network: it listens for grants of any number of decode ranks, and pushes what the engine says is
 // ready.  Stage: stream.  Joins a SourceBook to a ControlServer, a Transport and a clock: messages in, posts out.
 // Laws (endpoint_test.cc): all of sender.h with real sockets and bytes; what a peer says touches only its own transfers and its own memory.
-// Memory: for each open transfer its tables, a grant of each target (8 B a page) and the runs of posts under way (48 B a run); for each
+// Memory: for each open transfer its tables, a grant of each target (8 B a page, and 8 more once it is posted to) and the runs of posts under way (48 B a run); for each
 // peer its geometries. All of it is bounded by SessionLimits and SourceBook.
 // Thread: one (endpoint.h).  Time: only poll waits.
 #pragma once
@@ -47,7 +47,7 @@ struct SourceEnded {
   Outcome outcome;
   Error why;  // where it did not land: names rank and cause
   Instant at{};
-  std::chrono::nanoseconds exposed_tail{};  // landed: from the last `ready` (or the grant, if that came later) until now
+  std::chrono::nanoseconds exposed_tail{};  // landed: from the last `ready` (or the offer) until now
 };
 // The pages are the engine's again, once, with or after SourceEnded.
 struct SourceReleased {
@@ -66,14 +66,15 @@ class SourceEndpoint {
   std::string address() const { return control_->address(); }  // what decode ranks connect to
   Rank rank() const { return cache_.rank; }
 
-  // @error invalid_argument: the key is in use, or has been
+  // @error invalid_argument: a key that is in use, or has been; a name of no or too many bytes; a time of none or over kMaxTimeLeft
   Expected<void> offer(const Offer& offer);
   // The pages of the request's tokens so far, of one group (index in Side::groups()); longer ones may follow. Of a transfer that is over: nothing.
   // @error out_of_range: an id outside of the pool; invalid_argument: no such group, a table that takes back what it has said
   Expected<void> set_table(const TransferKey& key, std::int32_t group, CacheTable table);
   // Tokens below `tokens` are computed for this layer, and in the tables.
   void ready(const TransferKey& key, LayerId layer, std::int64_t tokens);
-  void payload(const TransferKey& key, std::vector<std::byte> bytes);
+  // @error invalid_argument: over kMaxPayload bytes
+  Expected<void> payload(const TransferKey& key, std::vector<std::byte> bytes);
   void cancel(const TransferKey& key, std::string why);
 
   // Lets things happen; with nothing to do, waits up to `wait` for something, or for `wake` to become readable.
@@ -171,7 +172,11 @@ class SourceEndpoint {
   void completed(const Completed& completed);
   void finish(std::uint64_t number);
 
-  static Error lost(const std::string& name, std::string_view how);
+  template <class... Args>
+  static Error lost(fmt::format_string<Args...> how, Args&&... args) {
+    return {Code::unavailable, Scope::peer, fmt::format(how, std::forward<Args>(args)...)};
+  }
+  void note_sent(bool taken);
   Link* find(PartnerId partner);
   Instant now() const { return options_.clock(); }
 
@@ -202,6 +207,7 @@ class SourceEndpoint {
   std::vector<PlacedRun> placed_;
   std::vector<std::vector<Run>> spare_;
   std::vector<SourceEvent> happened_;  // for the next poll to tell
+  bool sent_ = false;
   Instant stepped_{}, pulses_at_{};
 };
 

@@ -21,7 +21,7 @@ void SourceEndpoint::obey(std::vector<SourceBook::Action>& actions) {
   for (SourceBook::Action& action : actions) {
     if (const auto* message = std::get_if<SendTo>(&action)) {
       if (const Link* link = find(message->to); link != nullptr)
-        telemetry_.sent(control_->send(link->route, encoder_.encode(message->message)));
+        note_sent(control_->send(link->route, encoder_.encode(message->message)));
     } else {
       auto& keyed = std::get<SourceBook::Keyed>(action);
       obey(keyed.key, keyed.action);
@@ -33,9 +33,7 @@ void SourceEndpoint::obey(const TransferKey& key, Sender::Action& action) {
   if (auto* post = std::get_if<Sender::Post>(&action)) return queue(key, std::move(*post));
   if (const auto* fence = std::get_if<Sender::FenceOff>(&action)) {
     // The connection with it, and so its other transfers: a peer that does not answer for so long has none that go on.
-    if (const Link* link = find(fence->partner); link != nullptr)
-      lose(fence->partner, lost(link->name, "posts to it do not end"));
-    return;
+    return lose(fence->partner, lost("posts to it do not end"));
   }
   if (const auto* layer = std::get_if<Sender::ReleaseLayer>(&action)) {
     happened_.emplace_back(LayerReleased{key, layer->layer});
@@ -93,7 +91,7 @@ void SourceEndpoint::post(const TransferKey& key, const Sender::Post& post) {
   Link* link = find(post.to);
   const auto transfer = transfers_.find(key);
   if (link == nullptr)
-    open.error = lost(fmt::format("decode rank {}", post.target.value), "the connection is lost");
+    open.error = lost("the connection is lost");
   else if (transfer == transfers_.end())
     open.error = {Code::cancelled, Scope::transfer, "the transfer is over"};
   else if (auto ok = write_all(post, transfer->second, *link, number); !ok)
@@ -120,6 +118,7 @@ Expected<void> SourceEndpoint::write_all(const Sender::Post& post, const Transfe
                 post.grant->geometry.value, post.target.value);
   const auto tables = tables_of(link, open_.at(number).key, *post.grant);
   if (!tables) return tl::unexpected(tables.error());
+  telemetry_.begin_post();
   Progress progress;
   for (const PostPart& part : post.parts) {
     const auto bytes = write_part(post, part, transfer, **tables, *geometry->second, number);

@@ -21,7 +21,12 @@ Expected<void> TargetBook::begin(ReceiverJob job, Instant now, std::vector<Actio
 void TargetBook::step(At at, const Receiver::Event& event, Instant now, std::vector<Action>& actions) {
   std::vector<Receiver::Action> mine;
   Receiver& receiver = at->second;
+  const Instant before = receiver.deadline();
   receiver.advance(event, now, mine, counts_);
+  if (const Instant due = receiver.terminal() ? kNever : receiver.deadline(); due != before) {
+    timers_.erase({before, at->first});
+    if (due != kNever) timers_.emplace(due, at->first);
+  }
   const auto partner = [&](Rank source) { return receiver.job().sources[static_cast<std::size_t>(source.value)]; };
   for (Receiver::Action& action : mine) {
     if (auto* grant = std::get_if<Receiver::SendGrant>(&action)) {
@@ -117,17 +122,13 @@ void TargetBook::cancel(const TransferKey& key, std::string why, Instant now, st
 }
 
 void TargetBook::time(Instant now, std::vector<Action>& actions) {
-  for (auto at = receivers_.begin(); at != receivers_.end();) {
-    const auto here = at++;
-    if (here->second.deadline() <= now) step(here, Receiver::Time{}, now, actions);
-  }
+  std::vector<TransferKey> due;
+  for (auto timer = timers_.begin(); timer != timers_.end() && timer->first <= now; ++timer) due.push_back(timer->second);
+  for (const TransferKey& key : due)
+    if (const auto at = receivers_.find(key); at != receivers_.end()) step(at, Receiver::Time{}, now, actions);
 }
 
-Instant TargetBook::deadline() const {
-  Instant out = kNever;
-  for (const auto& [key, receiver] : receivers_) out = std::min(out, receiver.deadline());
-  return out;
-}
+Instant TargetBook::deadline() const { return timers_.empty() ? kNever : timers_.begin()->first; }
 
 const Receiver* TargetBook::find(const TransferKey& key) const {
   const auto at = receivers_.find(key);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <variant>
 #include <vector>
 
@@ -47,6 +48,7 @@ class TargetBook {
   EdgeCounts* counts_;
   std::map<TransferKey, Receiver> receivers_;
   std::map<Tag, TransferKey> first_tags_;
+  std::set<std::pair<Instant, TransferKey>> timers_;  // of receivers_
   std::uint64_t next_tag_ = 1;
 };
 

@@ -32,7 +32,10 @@ TargetEndpoint::TargetEndpoint(TargetOptions options, Transport& transport, Sink
       incarnation_(draw_token().low),
       stepped_(now()) {}
 
-TargetEndpoint::~TargetEndpoint() = default;
+// Nothing lands any more once nobody counts it; and peers hear at once that nobody is here.
+TargetEndpoint::~TargetEndpoint() {
+  for (const auto& [peer, partner] : peers_) std::ignore = transport_.fence(peer);
+}
 
 Expected<GeometryId> TargetEndpoint::describe(LocalCache cache) {
   Described described{std::move(cache), {}, {}};
@@ -126,7 +129,8 @@ bool TargetEndpoint::step() {
   did |= read_transport();
   if (changed_) start_waiting();
   tick();
-  return did;
+  const bool sent = std::exchange(sent_, false);  // a send may have eaten the signal of what came meanwhile: look once more
+  return did || sent;
 }
 
 bool TargetEndpoint::read_control() {
@@ -242,8 +246,14 @@ void TargetEndpoint::greet(Link& link) {
                    transport_.address()});
 }
 
-void TargetEndpoint::tell(Link& link, decltype(Told::what) what) {
-  telemetry_.sent(link.socket->send(encode_told({link.token, std::move(what)})));
+bool TargetEndpoint::tell(Link& link, decltype(Told::what) what) {
+  return note_sent(link.socket->send(encode_told({link.token, std::move(what)})));
+}
+
+bool TargetEndpoint::note_sent(bool taken) {
+  sent_ = true;
+  telemetry_.sent(taken);
+  return taken;
 }
 
 void TargetEndpoint::said(Link& link, const Said& what) {
@@ -333,9 +343,11 @@ void TargetEndpoint::peer_down(PeerId peer, const Error& why) {
 }
 
 void TargetEndpoint::tell_geometry(Link& link, GeometryId id) {
-  if (!link.told.insert(id).second) return;
+  if (link.told.contains(id)) return;
   const Described& described = geometries_.at(id);
-  tell(link, Geometry{id, described.cache.rank, described.side, described.keys, described.cache.tensors});
+  if (!tell(link, Geometry{id, described.cache.rank, described.side, described.keys, described.cache.tensors})) return;
+  if (link.told.size() >= kMaxGeometries) link.told.erase(link.told.begin());  // as the other end does
+  link.told.insert(id);
 }
 
 // ---- what waits for connections ----
@@ -471,7 +483,7 @@ void TargetEndpoint::obey(std::vector<TargetBook::Action>& actions) {
     if (const auto* message = std::get_if<SendTo>(&action)) {
       if (std::holds_alternative<Grant>(message->message)) telemetry_.granted();
       if (const auto link = partners_.find(message->to); link != partners_.end())
-        telemetry_.sent(link->second->socket->send(encoder_.encode(message->message)));
+        note_sent(link->second->socket->send(encoder_.encode(message->message)));
     } else {
       auto& keyed = std::get<TargetBook::Keyed>(action);
       obey(keyed.key, keyed.source, keyed.action);

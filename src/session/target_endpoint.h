@@ -134,7 +134,8 @@ class TargetEndpoint {
   void complete(Link& link);
   void lose(Link& link, const Error& why);
   void peer_down(PeerId peer, const Error& why);
-  void tell(Link& link, decltype(Told::what) what);
+  bool tell(Link& link, decltype(Told::what) what);
+  bool note_sent(bool taken);
   void tell_geometry(Link& link, GeometryId id);
 
   void start_waiting();
@@ -167,7 +168,8 @@ class TargetEndpoint {
   std::map<PeerId, PartnerId> peers_;    // also of connections that are lost, until nothing of them can land
   std::map<TransferKey, Waiting> waiting_;
   std::map<TransferKey, Bytes> owed_;  // of those that the book has
-  bool changed_ = false;               // what waits may begin now
+  bool sent_ = false;
+  bool changed_ = false;  // what waits may begin now
   std::uint64_t next_partner_ = 1;
   std::uint32_t next_geometry_ = 1;
   std::vector<Event> heard_;

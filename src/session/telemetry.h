@@ -33,6 +33,7 @@ class Telemetry {
   // ---- a source ----
   void ready(const TransferKey& key, LayerId layer, std::int64_t tokens, Instant now);
   void left_queue(std::chrono::nanoseconds waited);
+  void begin_post() { runs_ = 0; }
   void wrote(std::size_t runs) { runs_ += static_cast<std::int64_t>(runs); }
   void posted(const TransferKey& key, const Sender::Post& post, std::chrono::nanoseconds since_ready, Instant now);
   // A post under way, as far as its end is told with it.

@@ -177,7 +177,7 @@ Expected<double> transfers_per_second(int repeats) {
       for (std::int64_t i = 0; i < kAtOnce; ++i) {
         if (auto ok = p.begin(number + i, kTokens, true); !ok) return tl::unexpected(ok.error());
         p.source().ready(Pair::key_of(number + i), LayerId(0), kTokens);
-        p.source().payload(Pair::key_of(number + i), std::vector<std::byte>(1024));
+        std::ignore = p.source().payload(Pair::key_of(number + i), std::vector<std::byte>(1024));
       }
       p.poll_until_over(kAtOnce);
       spent += now_ns() - begin;

@@ -262,7 +262,7 @@ class PrefillWorker final : public Worker<SourceEndpoint, SourceEvent> {
     }
     if (end == total && command.value("payload", 0) > 0)
       thread_->post([key, bytes = std::vector<std::byte>(command["payload"].get<std::size_t>(), std::byte{7})](
-                        SourceEndpoint& endpoint) { endpoint.payload(key, bytes); });
+                        SourceEndpoint& endpoint) { std::ignore = endpoint.payload(key, bytes); });
     return json::object();
   }
 
