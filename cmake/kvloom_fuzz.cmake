@@ -8,6 +8,7 @@ foreach(source IN LISTS sources)
   cmake_path(GET source STEM name)
   add_executable(${name} "${source}")
   kvloom_own(${name})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")  # "tests/fuzz/<file>.h"
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/fuzz")
   target_link_options(${name} PRIVATE -fsanitize=fuzzer)
   target_link_libraries(${name} PRIVATE kvloom::kvloom nlohmann_json::nlohmann_json)

@@ -3,6 +3,11 @@ find_package(GTest REQUIRED)
 find_package(rapidcheck REQUIRED)
 include(GoogleTest)
 
+set(sanitizer_environment "")
+if(KVLOOM_SANITIZE MATCHES "thread")
+  set(sanitizer_environment ENVIRONMENT_MODIFICATION "TSAN_OPTIONS=string_append::suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp")
+endif()
+
 list(TRANSFORM KVLOOM_LIBRARY_FOLDERS APPEND _test OUTPUT_VARIABLE library_tests)
 function(kvloom_test name)
   add_executable(${name} ${ARGN})
@@ -19,7 +24,7 @@ function(kvloom_test name)
     add_dependencies(${name} kvloom_cli)
   endif()
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 120 WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}"
-                       PROPERTIES TIMEOUT 300 LABELS ${name})
+                       PROPERTIES TIMEOUT 300 LABELS ${name} ${sanitizer_environment})
 endfunction()
 
 foreach(folder IN LISTS KVLOOM_LIBRARY_FOLDERS ITEMS tools)

@@ -197,7 +197,7 @@ class Stream {
                       const std::vector<Timed>& stream) const {
     constexpr double kMs = 1e-6;
     StreamReport out;
-    std::vector<double> tails, one_shot_tails;
+    std::vector<double> tails, one_shot_tails, against;
     double rate = 0, with = 0, without = 0;
     for (std::size_t i = 0; i < stream.size(); ++i) {
       const auto took = [&](const Timed& t) { return static_cast<double>(t.ended - t.begun) * kMs; };
@@ -217,12 +217,14 @@ class Stream {
       tails.push_back(request.exposed_tail_ms);
       one_shot_tails.push_back(request.one_shot_tail_ms);
       if (request.one_shot_tail_ms > 0) rate = std::max(rate, static_cast<double>(request.bytes) / request.one_shot_tail_ms);
+      against.push_back(request.landed_ms / std::max(1e-6, request.one_shot_prefill_ms + request.one_shot_tail_ms));
       with += request.prefill_ms;
       without += request.prefill_alone_ms;
       out.requests.push_back(request);
     }
     out.exposed_tail = quantiles(tails);
     out.one_shot_tail = quantiles(one_shot_tails);
+    out.against_one_shot = quantiles(against).p50;
     out.prefill_slowed = without > 0 ? with / without : 1;
     double most = 0;
     for (const StreamRequest& request : out.requests) most = std::max(most, static_cast<double>(request.bytes));
@@ -279,6 +281,7 @@ json stream_json(const StreamReport& report, const StreamJob& job) {
                         {"prefill_ms", r.prefill_ms},
                         {"landed_ms", r.landed_ms},
                         {"exposed_tail_ms", r.exposed_tail_ms},
+                        {"one_shot_prefill_ms", r.one_shot_prefill_ms},
                         {"one_shot_tail_ms", r.one_shot_tail_ms},
                         {"wrong_bytes", r.wrong_bytes}});
   return {{"requests", requests},
@@ -286,6 +289,7 @@ json stream_json(const StreamReport& report, const StreamJob& job) {
           {"one_shot_tail_ms", quantiles_json(report.one_shot_tail)},
           {"layer_wire_ms", report.layer_wire_ms},
           {"prefill_slowed", report.prefill_slowed},
+          {"against_one_shot", report.against_one_shot},
           {"wrong_bytes", report.wrong_bytes},
           {"posts", report.posts},
           {"layers_times_chunks", report.layers_times_chunks},
@@ -320,6 +324,7 @@ void print_stream(std::FILE* out, const StreamReport& report, const StreamJob& j
   fmt::print(out, "one layer of the longest request is {:.2f} ms on the wire\n", report.layer_wire_ms);
   fmt::print(out, "prefill with push takes {:.4f} x its time alone; computing {}\n", report.prefill_slowed,
              job.busy ? "burns a core" : "waits as for an accelerator");
+  fmt::print(out, "from begin to landed: {:.3f} x one shot, in the median\n", report.against_one_shot);
   fmt::print(out, "{} posts of the first prefill rank, for {} layers x chunks\n", count_text(report.posts),
              count_text(report.layers_times_chunks));
   fmt::print(out, "{} wrong bytes, of both ways\n", count_text(report.wrong_bytes));

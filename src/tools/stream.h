@@ -42,8 +42,9 @@ Quantiles quantiles(std::vector<double> values);  // of none: zeros
 struct StreamReport {
   std::vector<StreamRequest> requests;
   Quantiles exposed_tail, one_shot_tail;
-  double layer_wire_ms = 0;   // of one layer of the longest request, at the rate of the fastest one shot
-  double prefill_slowed = 0;  // prefill with push / alone, over all requests
+  double layer_wire_ms = 0;     // of one layer of the longest request, at the rate of the fastest one shot
+  double prefill_slowed = 0;    // prefill with push / alone, over all requests
+  double against_one_shot = 0;  // from begin to landed, streamed / one shot: the median over the requests
   std::int64_t wrong_bytes = 0;
   std::int64_t posts = 0, layers_times_chunks = 0;  // of one prefill rank, streamed; what one post for each would be
 };
