@@ -10,10 +10,6 @@ namespace {
 
 constexpr std::chrono::minutes kKept{10};  // a connection that nobody uses
 
-std::size_t group_index(const Side& side, const GroupSide* group) {
-  return static_cast<std::size_t>(group - side.groups().data());
-}
-
 }  // namespace
 
 // ---- birth ----
@@ -444,7 +440,7 @@ ReceiverJob TargetEndpoint::job_of(const Want& want, const LocalCache& cache, co
   job.geometry = want.geometry;
   job.range = want.range;
   for (const GroupPlan& group : plan.plan->groups()) {
-    const CacheTable& table = want.tables[group_index(plan.plan->target(), group.target)];
+    const CacheTable& table = want.tables[static_cast<std::size_t>(group.target - plan.plan->target().groups().data())];
     job.tables.push_back({table.pages, table.pool_pages});
   }
   for (const SourceAddress& source : want.sources) {
