@@ -228,7 +228,8 @@ class Cluster {
       }
     if (request.payload)
       for (auto& p : prefill)
-        std::ignore = p->endpoint->payload(request.key, {std::byte{42}, std::byte{static_cast<unsigned char>(p->endpoint->rank().value)}});
+        std::ignore =
+            p->endpoint->payload(request.key, {std::byte{42}, std::byte{static_cast<unsigned char>(p->endpoint->rank().value)}});
   }
 
   // ---- what happens ----
