@@ -67,7 +67,8 @@ foreach(script IN LISTS scripts)
   cmake_path(GET folder FILENAME folder)
   kvloom_script_test(${folder}.${stem} "${script}")
 endforeach()
-set_tests_properties(cli.simulate_test PROPERTIES LABELS "cli_test;slow")  # half a minute: not for the inner loop
+# 10,000 schedules on both cores, most of a minute: not for the inner loop.
+set_tests_properties(cli.simulate_test PROPERTIES LABELS "cli_test;slow" PROCESSORS 2)
 kvloom_script_test(arrows.the_tree_follows_the_arrows "${PROJECT_SOURCE_DIR}/tests/arrows/arrows.py" "${PROJECT_SOURCE_DIR}/src")
 
 # A project outside of the tree finds, builds and runs what we install.

@@ -5,6 +5,7 @@
 // Thread: any, but that the maker makes and destroys it, when nobody waits in it any more.  Time: every wait has an end.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -56,7 +57,8 @@ class Ledger {
   // Waits until `done` holds of the entry.  @error invalid_argument: no such transfer; deadline
   template <class Done>
   Expected<Entry> wait(const TransferKey& key, std::chrono::nanoseconds at_most, Done done, const char* what) {
-    const auto until = std::chrono::steady_clock::now() + at_most;
+    constexpr std::chrono::nanoseconds kMost = std::chrono::hours(24 * 365);
+    const auto until = std::chrono::steady_clock::now() + std::min(at_most, kMost);
     std::unique_lock lock(mutex_);
     for (;;) {
       const auto at = entries_.find(key);
@@ -91,6 +93,7 @@ class SourceSession {
   Expected<void> payload(const TransferKey& key, std::vector<std::byte> bytes);
   void cancel(const TransferKey& key, std::string why);
 
+  // Also where a cancel has let go of it.
   // @error deadline; invalid_argument: not offered, or forgotten; else why the transfer is over without it
   Expected<void> wait_layer_released(const TransferKey& key, LayerId layer, std::chrono::nanoseconds at_most);
   // Until it is over, whatever the outcome.  @error deadline; invalid_argument

@@ -55,8 +55,14 @@ void SourceEndpoint::obey(const TransferKey& key, Sender::Action& action) {
 // ---- posting ----
 
 void SourceEndpoint::queue(const TransferKey& key, Sender::Post post) {
-  pacer_.push({post.to, key, post.id, post.bytes, now()});
-  waiting_.emplace(std::pair(key, post.id), std::move(post));
+  const Instant here = now();
+  pacer_.push({post.to, key, post.id, post.bytes, here});
+  if (pacer_.waiting() > 1 || !pacer_.next(here)) {
+    waiting_.emplace(std::pair(key, post.id), std::move(post));
+    return;
+  }
+  telemetry_.left_queue(std::chrono::nanoseconds(0));  // nobody waits: it goes at once
+  this->post(key, post);
 }
 
 void SourceEndpoint::drop_posts(const TransferKey& key, std::optional<PartnerId> to, const char* why) {

@@ -454,8 +454,8 @@ ReceiverJob TargetEndpoint::job_of(const Want& want, const LocalCache& cache, co
 }
 
 void TargetEndpoint::fail_waiting(const TransferKey& key, Outcome outcome, Error why) {
-  const TransferKey kept = key;  // `key` may be the map's own
-  waiting_.erase(key);
+  const auto waiting = waiting_.extract(key);  // `key` may be the map's own
+  const TransferKey& kept = waiting.key();
   telemetry_.ended(kept, outcome, why, now());
   telemetry_.released(kept, now());
   happened_.emplace_back(TargetEnded{kept, outcome, std::move(why), {}, Bytes(0), now()});

@@ -48,7 +48,7 @@ class Models:
 
 def run(*words):
     """(exit code, stdout, stderr)"""
-    done = subprocess.run([KVLOOM, *map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([KVLOOM, *map(str, words)], capture_output=True, text=True, timeout=280, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
