@@ -28,8 +28,8 @@ for folder in "${threaded[@]}"; do tsan_targets+=("$(basename "$folder")_test");
 tsan() { configure tsan && build tsan --target "${tsan_targets[@]}"; }
 if step "Build of ${threaded[*]} with ThreadSanitizer" tsan; then
   say "Tests under ThreadSanitizer"
-  # Loopback and faulty transports and the endpoints' cluster have one thread: ASan has seen all of theirs.
-  run_tests tsan -L "^($(IFS='|'; echo "${tsan_targets[*]}"))\$" -E '^(Loopback|Faulty|Endpoints|Cases|ControlServer)' || true
+  # Loopback and faulty transports, copy kernels and the endpoints' cluster have one thread: ASan has seen all of theirs.
+  run_tests tsan -L "^($(IFS='|'; echo "${tsan_targets[*]}"))\$" -E '^(Loopback|Faulty|All/CopyKernels|Endpoints|Cases|ControlServer)' || true
 fi
 
 say "A minute of fuzzing"
