@@ -5,6 +5,7 @@
 #pragma once
 
 #include <functional>
+#include <iterator>
 #include <list>
 #include <map>
 #include <memory>
@@ -95,6 +96,20 @@ class Pulse {
   bool needed_ = false;
   Instant heard_{}, pinged_{};
 };
+
+// One poll of an endpoint: a step, and where nothing happened a sleep and one more. What happened is moved from `happened` to the end of `events`.
+template <class Event, class Step, class Sleep>
+bool poll_once(std::vector<Event>& happened, std::vector<Event>& events, bool may_sleep, Step step, Sleep sleep) {
+  bool did = step();
+  if (!did && happened.empty() && may_sleep) {
+    sleep();
+    did = step();
+  }
+  did = did || !happened.empty();
+  events.insert(events.end(), std::make_move_iterator(happened.begin()), std::make_move_iterator(happened.end()));
+  happened.clear();
+  return did;
+}
 
 // Sleeps until one of the descriptors is readable or the time has come.
 void wait_readable(std::span<const int> fds, std::chrono::nanoseconds at_most);

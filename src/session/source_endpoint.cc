@@ -124,21 +124,17 @@ void SourceEndpoint::cancel(const TransferKey& key, std::string why) {
 // ---- the loop ----
 
 bool SourceEndpoint::poll(std::chrono::nanoseconds wait, std::vector<SourceEvent>& events, int wake) {
-  bool did = step();
-  if (!did && happened_.empty() && wait > wait.zero()) {
-    if (const auto armed = transport_.arm()) {
-      std::vector<int> fds = control_->fds();
-      fds.push_back(*armed);
-      if (wake >= 0) fds.push_back(wake);
-      const Instant due = deadline();
-      wait_readable(fds, due == kNever ? wait : std::min(wait, due - now()));
-    }
-    did = step();
-  }
-  did = did || !happened_.empty();
-  events.insert(events.end(), std::make_move_iterator(happened_.begin()), std::make_move_iterator(happened_.end()));
-  happened_.clear();
-  return did;
+  const auto sleep = [&] {
+    const auto armed = transport_.arm();
+    if (!armed) return;
+    std::vector<int> fds = control_->fds();
+    fds.push_back(*armed);
+    if (wake >= 0) fds.push_back(wake);
+    const Instant due = deadline();
+    wait_readable(fds, due == kNever ? wait : std::min(wait, due - now()));
+  };
+  return poll_once(
+      happened_, events, wait > wait.zero(), [&] { return step(); }, sleep);
 }
 
 bool SourceEndpoint::step() {

@@ -16,6 +16,7 @@
 #include <random>
 #include <thread>
 
+#include "kvloom/tools/plan_measure.h"
 #include "kvloom/transport/copy_crew.h"
 #include "kvloom/transport/shm/shm.h"
 
@@ -272,11 +273,6 @@ Expected<double> Bed::seconds(CopyWay way, Bytes piece, int threads) {
 
 constexpr std::array kPieceWays{CopyWay::memcpy_pieces, CopyWay::own_pieces, CopyWay::reads_peer, CopyWay::writes_peer,
                                 CopyWay::shm_push};
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 }  // namespace
 

@@ -43,11 +43,6 @@ Expected<SharedSide> side_of(const std::string& words) {
 // Makes the compiler believe that somebody reads them.
 void keep(std::span<Run> runs) { asm volatile("" : : "r"(runs.data()) : "memory"); }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 // Nanoseconds of one call of `work`, of each of `repeats` rounds.
 template <class Work>
 std::vector<double> times_of(int repeats, int calls, Work work) {
@@ -201,6 +196,11 @@ class PlanBench {
 };
 
 }  // namespace
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values.empty() ? 0 : values[values.size() / 2];
+}
 
 Expected<std::vector<BenchRow>> measure_planning(int repeats) { return PlanBench(repeats).run(); }
 

@@ -22,6 +22,8 @@ struct BenchRow {
 
 inline bool holds(const BenchRow& row) { return row.goal == 0 || (row.at_most ? row.value <= row.goal : row.value >= row.goal); }
 
+double median(std::vector<double> values);  // of none: 0
+
 // Medians of `repeats` rounds of each.
 Expected<std::vector<BenchRow>> measure_planning(int repeats);
 

@@ -37,4 +37,7 @@ class Channel {
 // CLOCK_MONOTONIC: one clock for all processes of a host.
 std::int64_t now_ns();
 
+// "was killed by signal 9 (Killed)", "ended with status 1".  `status`: as waitpid gives it
+std::string how_it_ended(int status);
+
 }  // namespace kvloom

@@ -128,8 +128,7 @@ class Family {
       ::kill(child.pid, SIGKILL);
       ::waitpid(child.pid, &status, 0);
     }
-    if (WIFSIGNALED(status)) return fmt::format("was killed by signal {} ({})", WTERMSIG(status), strsignal(WTERMSIG(status)));
-    return fmt::format("ended with status {}", WEXITSTATUS(status));
+    return how_it_ended(status);
   }
 
   Expected<json> read(Child& child) {

@@ -15,11 +15,6 @@ namespace {
 
 constexpr std::chrono::seconds kTime{60};
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values.empty() ? 0 : values[values.size() / 2];
-}
-
 // 1M tokens at 64 a page, one table: what a decode rank without DCP grants of one group.
 double grant_us(int repeats) {
   constexpr std::int64_t kColumns = 15'625;

@@ -14,11 +14,6 @@ namespace {
 using nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
-std::string how_it_ended(int status) {
-  if (WIFSIGNALED(status)) return fmt::format("was killed by signal {} ({})", WTERMSIG(status), strsignal(WTERMSIG(status)));
-  return fmt::format("ended with status {}", WEXITSTATUS(status));
-}
-
 std::chrono::milliseconds left(Clock::time_point until) {
   const auto out = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
   return std::max(out, std::chrono::milliseconds(0));
