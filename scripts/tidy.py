@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """tidy.py BUILD [--jobs N] [--tests] [FILE...]: clang-tidy over our .cc files, as errors.
 
+A build in batches (KVLOOM_UNITY) is looked at in batches: what many files include is read once. A FILE stands for its batch then.
+
 What was clean is remembered in BUILD/tidy by a hash of the file, all our headers that it includes, its compile command, .clang-tidy
 and clang-tidy's version: a second run looks only at what changed. --tests takes the *_test.cc files and tests/ too.
 """
@@ -51,10 +53,24 @@ def key(entry, build, version):
     return digest.hexdigest()
 
 
+def files_of(entry, build):
+    """The .cc files of ours that this command compiles: one, or a batch."""
+    path = pathlib.Path(entry["file"])
+    if build not in path.parents:
+        return [path] if ROOT in path.parents else []
+    return [pathlib.Path(name.decode()) for name in INCLUDE.findall(content(path))] if path.name.startswith("unity_") else []
+
+
+def is_test(path):
+    return path.name.endswith("_test.cc") or (ROOT / "tests") in path.parents
+
+
 def tidy(entry, build):
     begin = time.monotonic()
-    # The build's compiler is GCC, some of whose options mean nothing to clang.
+    # The build's compiler is GCC, some of whose options mean nothing to clang. A batch lies in the build: its files' folder has the list.
     command = ["clang-tidy", "--quiet", "-p", str(build), "--extra-arg=-Wno-unused-command-line-argument", entry["file"]]
+    tools = ROOT / "src/tools"
+    command += [f"--config-file={tools / '.clang-tidy'}"] if all(tools in path.parents for path in files_of(entry, build)) else []
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
     words = done.stdout.strip()
     if done.returncode and not words:
@@ -74,10 +90,9 @@ def main():
 
     entries = {}
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
-        path = pathlib.Path(entry["file"])
-        is_test = path.name.endswith("_test.cc") or (ROOT / "tests") in path.parents
-        if ROOT in path.parents and build not in path.parents and (args.tests or wanted or not is_test) and (not wanted or path in wanted):
-            entries[path] = entry
+        files = files_of(entry, build)
+        if files and (wanted.intersection(files) if wanted else args.tests or not all(map(is_test, files))):
+            entries[pathlib.Path(entry["file"])] = entry
 
     version = subprocess.run(["clang-tidy", "--version"], stdout=subprocess.PIPE, check=True).stdout
     clean = build / "tidy"
@@ -97,7 +112,8 @@ def main():
             else:
                 bad += 1
                 print(f"--- {path.relative_to(ROOT)}\n{words}", flush=True)
-    print(f"clang-tidy: {len(entries)} files, {len(entries) - len(todo)} known as clean, {bad} with complaints"
+    unit = "batches" if any(build in path.parents for path in entries) else "files"
+    print(f"clang-tidy: {len(entries)} {unit}, {len(entries) - len(todo)} known as clean, {bad} with complaints"
           + (f"; slowest {slowest[1]} {slowest[0]:.1f} s" if todo else ""))
     return 1 if bad else 0
 

@@ -90,15 +90,15 @@ std::vector<std::string> names(const json& file) {
   return out;
 }
 
-TransferKey key(std::string name = "req-7") { return {std::move(name), Epoch(2)}; }
+TransferKey named(std::string name = "req-7") { return {std::move(name), Epoch(2)}; }
 
 TEST(Trace, IsThisFile) {
   Trace trace("prefill rank 3", 41);
   const TrackId compute = trace.track("layer compute"), posts = trace.track("to decode rank 1");
   trace.span(compute, "engine", "layer", 1'000'001us + 500ns, 1'000'004us, {.layer = LayerId(5)});
   trace.span(posts, "session", "post", 2s, 2s + 1ms,
-             {.transfer = key(), .layer = LayerId(5), .tokens = TokenRange{0, 16}, .bytes = Bytes(4096)});
-  trace.instant(posts, "session", "granted", 3s, {.transfer = key()});
+             {.transfer = named(), .layer = LayerId(5), .tokens = TokenRange{0, 16}, .bytes = Bytes(4096)});
+  trace.instant(posts, "session", "granted", 3s, {.transfer = named()});
   trace.counter("in flight", "bytes", 4s, 4096);
   EXPECT_EQ(trace.json(), R"json({"displayTimeUnit":"ns",
 "otherData":{"clock":"CLOCK_MONOTONIC","dropped_events":0},
@@ -192,7 +192,7 @@ TEST(Trace, SaysInThePictureThatEventsWereDropped) {
 TEST(Trace, NamesMayBeAnything) {
   const std::string evil = "a\"b\\c\n\x01</script>\xff\xc3";
   Trace trace(evil, 1);
-  trace.instant(trace.track(evil), "c", "n", 1us, {.transfer = key(evil)});
+  trace.instant(trace.track(evil), "c", "n", 1us, {.transfer = named(evil)});
   const json file = read(trace.json());
   EXPECT_TRUE(holds(check_file(file)));
   EXPECT_THAT(names(file), ElementsAre("1: a\"b\\c\n\x01</script>\xef\xbf\xbd\xef\xbf\xbd",
@@ -206,7 +206,7 @@ TEST(Trace, TakesEventsOfManyThreads) {
   for (int t = 0; t < 4; ++t)
     threads.emplace_back([&trace, t] {
       const TrackId track = trace.track(fmt::format("thread {}", t % 2));
-      for (int i = 0; i < 1000; ++i) trace.span(track, "c", "n", Instant(i), Instant(i + 1), {.transfer = key()});
+      for (int i = 0; i < 1000; ++i) trace.span(track, "c", "n", Instant(i), Instant(i + 1), {.transfer = named()});
     });
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(holds(check_file(read(trace.json()))));
   for (std::thread& thread : threads) thread.join();

@@ -15,7 +15,7 @@
 namespace kvloom {
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kBenchExamples =
     "Examples:\n"
     "  kvloom bench                 planning, sessions and copying, about a minute\n"
     "  kvloom bench --only plan     compile, bind, wire, checksum\n"
@@ -116,7 +116,7 @@ Expected<ExitCode> bench(const BenchWords& words, const Context& context) {
 
 void add_bench(CLI::App& app, Context& context) {
   auto words = std::make_shared<BenchWords>();
-  CLI::App* verb = add_verb(app, context, "bench", "Measure planning, sessions and copying on this machine", kExamples,
+  CLI::App* verb = add_verb(app, context, "bench", "Measure planning, sessions and copying on this machine", kBenchExamples,
                             [words, &context] { return bench(*words, context); });
   verb->add_option("--only", words->only, "plan, session or copy (default: all)")
       ->check(CLI::IsMember({"plan", "session", "copy"}));

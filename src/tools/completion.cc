@@ -11,7 +11,7 @@
 namespace kvloom {
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kCompletionExamples =
     "Examples:\n"
     "  source <(kvloom completion bash)\n"
     "  kvloom completion zsh > \"${fpath[1]}/_kvloom\"\n"
@@ -288,7 +288,7 @@ complete -c kvloom -n __fish_use_subcommand -l version -d 'Print the version and
 void add_completion(CLI::App& app, Context& context) {
   auto shell = std::make_shared<std::string>();  // shared by the option and the body
   CLI::App* verb =
-      add_verb(app, context, "completion", "Print a completion script for bash, zsh or fish", kExamples,
+      add_verb(app, context, "completion", "Print a completion script for bash, zsh or fish", kCompletionExamples,
                [&app, &context, shell]() -> Expected<ExitCode> {
                  const std::vector<VerbChoices> verbs = choices_of(app);
                  fmt::print(context.out, "{}", *shell == "bash" ? bash(verbs) : *shell == "zsh" ? zsh(verbs) : fish(verbs));

@@ -19,7 +19,7 @@ struct DescribeWords {
   bool json = false;
 };
 
-constexpr const char* kExamples =
+constexpr const char* kDescribeExamples =
     "Examples:\n"
     "  kvloom describe --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4\n"
     "  kvloom describe --model samples/llama-3.1-70b.json --decode tp=8 --memory 80GiB\n"
@@ -298,7 +298,7 @@ Expected<ExitCode> describe(const Context& context, const DescribeWords& words) 
 void add_describe(CLI::App& app, Context& context) {
   auto words = std::make_shared<DescribeWords>();  // shared by the options and the body
   CLI::App* verb = add_verb(app, context, "describe", "Say what each rank holds: layers, heads, tokens, bytes a token, capacity",
-                            kExamples, [&context, words] { return describe(context, *words); });
+                            kDescribeExamples, [&context, words] { return describe(context, *words); });
   add_job_options(*verb, words->job, false);
   add_bytes(*verb, "--memory", words->memory, "Memory of each rank's cache, as in 80GiB: adds the capacity in tokens");
   verb->add_flag("--json", words->json, "Print JSON, numbers in bytes");

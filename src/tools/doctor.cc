@@ -28,7 +28,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr const char* kExamples =
+constexpr const char* kDoctorExamples =
     "Examples:\n"
     "  kvloom doctor\n"
     "  kvloom doctor --json\n"
@@ -245,10 +245,10 @@ void print_machine(std::FILE* out, const Machine& machine) {
              bytes_or(machine.locked.most, "unlimited"));
 }
 
-ExitCode doctor(const Context& context, bool json) {
+ExitCode doctor(const Context& context, bool as_json) {
   const std::vector<Finding> shm = shm_findings();
   const Machine machine = examine();
-  if (json) {
+  if (as_json) {
     fmt::print(context.out, "{}\n", doctor_json(shm, machine).dump(2));
   } else {
     fmt::print(context.out, "Transports\n");
@@ -264,7 +264,7 @@ ExitCode doctor(const Context& context, bool json) {
 
 void add_doctor(CLI::App& app, Context& context) {
   auto json = std::make_shared<bool>(false);  // shared by the option and the body
-  CLI::App* verb = add_verb(app, context, "doctor", "Say which transports can run here, and why others can't", kExamples,
+  CLI::App* verb = add_verb(app, context, "doctor", "Say which transports can run here, and why others can't", kDoctorExamples,
                             [&context, json]() -> Expected<ExitCode> { return doctor(context, *json); });
   verb->add_flag("--json", *json, "Print JSON, numbers in bytes");
 }

@@ -19,7 +19,7 @@
 namespace kvloom {
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kMainExamples =
     "Examples:\n"
     "  kvloom describe --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4\n"
     "  kvloom plan --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --html plan.html\n"
@@ -131,7 +131,7 @@ ExitCode run(int argc, char** argv) {
   app.require_subcommand(1);
   app.get_formatter()->column_width(34);
   add_verbs(app, context);
-  app.footer(kExamples);
+  app.footer(kMainExamples);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& wanted) {  // --help, --version

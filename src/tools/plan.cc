@@ -36,7 +36,7 @@ struct PlanWords {
 
 constexpr std::size_t kShownPaths = 64;  // of a table without --all
 
-constexpr const char* kExamples =
+constexpr const char* kPlanExamples =
     "Examples:\n"
     "  kvloom plan --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4\n"
     "  kvloom plan --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --html plan.html\n"
@@ -320,7 +320,7 @@ void add_plan(CLI::App& app, Context& context) {
   auto words = std::make_shared<PlanWords>();  // shared by the options and the body
   CLI::App* verb =
       add_verb(app, context, "plan", "Say which rank sends what to which: table, text, JSON, runs, reasons or a picture",
-               kExamples, [&context, words] { return plan(context, *words); });
+               kPlanExamples, [&context, words] { return plan(context, *words); });
   add_job_options(*verb, words->job, true);
   verb->add_option("--tables", words->tables, "Page tables: identity, random:SEED, or a JSON FILE [identity]")
       ->type_name("TABLES");

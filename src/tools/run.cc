@@ -18,7 +18,7 @@
 namespace kvloom {
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kRunExamples =
     "Examples:\n"
     "  kvloom run --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --prefix 1000\n"
     "  kvloom run --model samples/llama-3.1-8b.json --prefill tp=4 --decode tp=2,page=16 --tokens 4096 --seed 7 --json\n"
@@ -211,7 +211,7 @@ Expected<ExitCode> run(const RunWords& words, const Context& context) {
 
 void add_run(CLI::App& app, Context& context) {
   auto words = std::make_shared<RunWords>();
-  CLI::App* verb = add_verb(app, context, "run", "Move a KV cache between real processes and check every byte", kExamples,
+  CLI::App* verb = add_verb(app, context, "run", "Move a KV cache between real processes and check every byte", kRunExamples,
                             [words, &context] { return run(*words, context); });
   add_job_options(*verb, words->job, true);
   add_count(*verb, "--seed", words->seed, "of the random page tables; drawn and printed where not said", 0);

@@ -18,7 +18,7 @@
 namespace kvloom {
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kSimulateExamples =
     "Examples:\n"
     "  kvloom simulate --schedules 10000 --seed 7\n"
     "  kvloom simulate --seed 7 --schedule 123        one schedule again, with all that happens if it breaks a law\n"
@@ -162,7 +162,7 @@ Expected<ExitCode> run(const SimulateWords& words, const Context& context) {
 void add_simulate(CLI::App& app, Context& context) {
   const auto words = std::make_shared<SimulateWords>();
   CLI::App* verb = add_verb(app, context, "simulate", "Try the session layer under faults of every kind, on a virtual clock",
-                            kExamples, [words, &context] { return run(*words, context); });
+                            kSimulateExamples, [words, &context] { return run(*words, context); });
   add_count(*verb, "--schedules", words->schedules, "how many, drawn from the seed");
   add_count(*verb, "--seed", words->seed, "of all that is drawn", 0);
   add_count(*verb, "--schedule", words->schedule, "only this one, told event by event if it breaks", 0);

@@ -17,7 +17,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kExamples =
+constexpr const char* kSoakExamples =
     "Examples:\n"
     "  kvloom soak --requests 2000 --seed 7\n"
     "  kvloom soak --requests 300 --prefill cp=4:layers --decode dcp=2 --trace samples/requests.jsonl\n"
@@ -359,7 +359,7 @@ Expected<ExitCode> soak(const SoakWords& words, const Context& context) {
 void add_soak(CLI::App& app, Context& context) {
   auto words = std::make_shared<SoakWords>();
   CLI::App* verb = add_verb(app, context, "soak", "Serve many requests with real processes that die, and check every byte",
-                            kExamples, [words, &context] { return soak(*words, context); });
+                            kSoakExamples, [words, &context] { return soak(*words, context); });
   add_count(*verb, "--requests", words->requests, "that are served", 1, 10'000'000)->capture_default_str();
   add_count(*verb, "--at-once", words->at_once, "requests that are open at a time", 1, 4096)->capture_default_str();
   add_count(*verb, "--seed", words->seed, "of everything that is drawn; drawn and printed where not said", 0);

@@ -106,7 +106,7 @@ struct Decode {
         geometry(session->describe(memory->local).value()) {}
 };
 
-struct Request {
+struct Wish {
   TransferKey key;
   std::int64_t tokens = 0, prefix = 0, chunk = 0;
   std::int64_t number = 0;  // of its content
@@ -129,7 +129,7 @@ class Ranks {
   std::int32_t layers() const { return shape_.layers(); }
 
   // A decode rank asks for a request's cache.
-  Tables begin(Decode& d, const Request& r, std::chrono::nanoseconds time = kLong) {
+  Tables begin(Decode& d, const Wish& r, std::chrono::nanoseconds time = kLong) {
     Want want{r.key, d.geometry, addresses_, {r.prefix, r.tokens}, {}, time};
     Tables tables;
     {
@@ -145,7 +145,7 @@ class Ranks {
     return tables;
   }
   // Every wanted byte of this layer is there.
-  void check(Decode& d, const Request& r, LayerId layer, const Tables& tables) {
+  void check(Decode& d, const Wish& r, LayerId layer, const Tables& tables) {
     for (std::size_t g = 0; g < tables.size(); ++g) {
       sim::Cache& cache = *d.memory->cache;
       if (!cache.holds(g, layer)) continue;
@@ -155,7 +155,7 @@ class Ranks {
     }
   }
   // What a decode engine's thread does for a request.
-  void receive(Decode& d, const Request& r) {
+  void receive(Decode& d, const Wish& r) {
     const Tables tables = begin(d, r);
     for (std::int32_t layer = 0; layer < layers(); ++layer) {
       const auto landed = d.session->wait_layer(r.key, LayerId(layer), kLong);
@@ -169,7 +169,7 @@ class Ranks {
     EXPECT_TRUE(d.session->wait_released(r.key, kLong));
   }
   // What a prefill engine's thread does for a request.
-  void compute(Prefill& p, const Request& r) {
+  void compute(Prefill& p, const Wish& r) {
     const auto offered = p.session->offer({r.key, kLong, true});
     ASSERT_TRUE(offered) << offered.error().message;
     Tables tables(p.side->groups().size());
@@ -203,8 +203,8 @@ class Ranks {
   std::vector<SourceAddress> addresses_;
 };
 
-std::vector<Request> requests(int count) {
-  std::vector<Request> out;
+std::vector<Wish> requests(int count) {
+  std::vector<Wish> out;
   for (int i = 0; i < count; ++i) out.push_back({{"req-" + std::to_string(i), Epoch(1)}, 9 + 5 * i, i, 4 + i, i});
   return out;
 }
@@ -237,7 +237,7 @@ TEST(Sessions, ManyEngineThreadsMoveManyRequestsAtOnce) {
         std::tuple(shapes::hybrid(), "tp=2", "tp=1")}) {
     Ranks ranks(shape, from, to);
     std::vector<std::thread> threads;
-    for (const Request& r : requests(4)) {
+    for (const Wish& r : requests(4)) {
       for (auto& d : ranks.decode) threads.emplace_back([&ranks, &d, r] { ranks.receive(*d, r); });
       for (auto& p : ranks.prefill) threads.emplace_back([&ranks, &p, r] { ranks.compute(*p, r); });
     }
@@ -249,7 +249,7 @@ TEST(Sessions, SeveralThreadsTellOneTransferAndWaitForIt) {
   Ranks ranks(shapes::mla(), "tp=1", "tp=1");
   Prefill& p = *ranks.prefill[0];
   Decode& d = *ranks.decode[0];
-  const Request r = requests(3).back();
+  const Wish r = requests(3).back();
   const Tables tables = ranks.begin(d, r);
   ASSERT_TRUE(p.session->offer({r.key, kLong, false}));
   Tables ours(1);
@@ -288,7 +288,7 @@ TEST(Sessions, MetricsAndTracesAreReadWhileTheyAreWritten) {
   };
   for (auto& p : ranks.prefill) readers.emplace_back([&] { read(p->metrics, p->trace); });
   for (auto& d : ranks.decode) readers.emplace_back([&] { read(d->metrics, d->trace); });
-  for (const Request& r : requests(3)) {
+  for (const Wish& r : requests(3)) {
     for (auto& d : ranks.decode) threads.emplace_back([&ranks, &d, r] { ranks.receive(*d, r); });
     for (auto& p : ranks.prefill) threads.emplace_back([&ranks, &p, r] { ranks.compute(*p, r); });
   }
@@ -324,7 +324,7 @@ TEST(Sessions, AWaitEndsWithItsTimeAndSaysWhatItWaitedFor) {
   Ranks ranks(shapes::mla(), "tp=1", "tp=1");
   auto& source = *ranks.prefill[0]->session;
   auto& target = *ranks.decode[0]->session;
-  const Request r = requests(1)[0];
+  const Wish r = requests(1)[0];
   ranks.begin(*ranks.decode[0], r);
   ASSERT_TRUE(source.offer({r.key, kLong, false}));
   for (const auto wait : {0ns, std::chrono::nanoseconds(10ms)}) {
@@ -346,7 +346,7 @@ TEST(Sessions, NobodyWaitsForWhatIsNotKnown) {
   EXPECT_TRUE(shapes::says(target.wait_layer(nobody, LayerId(0), kLong), "transfer nobody's#1 is not known here"));
   EXPECT_TRUE(shapes::says(target.wait(nobody, kLong), "is not known here"));
   EXPECT_TRUE(shapes::says(source.wait(nobody, kLong), "is not known here"));
-  const Request r = requests(1)[0];
+  const Wish r = requests(1)[0];
   ASSERT_TRUE(source.offer({r.key, kLong, false}));
   EXPECT_TRUE(shapes::says(source.offer({r.key, kLong, false}), "has been offered before"));
   source.forget(r.key);
@@ -357,7 +357,7 @@ TEST(Sessions, ATransferWhoseTimeIsUpWakesWhoWaits) {
   Ranks ranks(shapes::mla(), "tp=1", "tp=1");
   auto& source = *ranks.prefill[0]->session;
   auto& target = *ranks.decode[0]->session;
-  const Request r = requests(1)[0];
+  const Wish r = requests(1)[0];
   ranks.begin(*ranks.decode[0], r, 50ms);
   ASSERT_TRUE(source.offer({r.key, 50ms, false}));
   EXPECT_TRUE(shapes::says(target.wait_layer(r.key, LayerId(0), kLong), "time"));
@@ -374,7 +374,7 @@ TEST(Sessions, ACancelWakesAllWhoWait) {
   for (const bool by_target : {true, false}) {
     Ranks ranks(shapes::mla(), "cp=2:layers", "tp=1");
     auto& target = *ranks.decode[0]->session;
-    const Request r = requests(1)[0];
+    const Wish r = requests(1)[0];
     ranks.begin(*ranks.decode[0], r);
     for (auto& p : ranks.prefill) ASSERT_TRUE(p->session->offer({r.key, kLong, false}));
     constexpr int kEach = 2;
@@ -407,8 +407,8 @@ TEST(Sessions, ACancelWakesAllWhoWait) {
 TEST(Sessions, ASessionThatIsDestroyedFailsItsOpenTransfersAtItsPeers) {
   for (const bool target_goes : {true, false}) {
     Ranks ranks(shapes::mla(), "cp=2:layers", "tp=1");
-    const std::vector<Request> all = requests(3);
-    for (const Request& r : all) {
+    const std::vector<Wish> all = requests(3);
+    for (const Wish& r : all) {
       ranks.begin(*ranks.decode[0], r);
       for (auto& p : ranks.prefill) {
         ASSERT_TRUE(p->session->offer({r.key, kLong, false}));
@@ -419,10 +419,10 @@ TEST(Sessions, ASessionThatIsDestroyedFailsItsOpenTransfersAtItsPeers) {
         p->session->ready(r.key, LayerId(0), r.tokens);
       }
     }
-    for (const Request& r : all) ASSERT_TRUE(ranks.decode[0]->session->wait_layer(r.key, LayerId(0), kLong));
+    for (const Wish& r : all) ASSERT_TRUE(ranks.decode[0]->session->wait_layer(r.key, LayerId(0), kLong));
     if (target_goes) {
       ranks.decode[0] = nullptr;  // with its memory
-      for (const Request& r : all)
+      for (const Wish& r : all)
         for (auto& p : ranks.prefill) {
           EXPECT_TRUE(is_not_read(*p->session, r.key, p->last_layer()));
           EXPECT_TRUE(says_why(*p->session, r.key, "decode rank 0"));
@@ -430,7 +430,7 @@ TEST(Sessions, ASessionThatIsDestroyedFailsItsOpenTransfersAtItsPeers) {
         }
     } else {
       ranks.prefill[1] = nullptr;
-      for (const Request& r : all) {
+      for (const Wish& r : all) {
         EXPECT_TRUE(
             shapes::says(ranks.decode[0]->session->wait_layer(r.key, LayerId(ranks.layers() - 1), kLong), "prefill rank 1"));
         EXPECT_TRUE(ranks.decode[0]->session->wait_released(r.key, kLong));
