@@ -29,7 +29,7 @@ tsan() { configure tsan && build tsan --target "${tsan_targets[@]}"; }
 if step "Build of ${threaded[*]} with ThreadSanitizer" tsan; then
   say "Tests under ThreadSanitizer"
   # Loopback and faulty transports, copy kernels and the endpoints' cluster have one thread: ASan has seen all of theirs.
-  run_tests tsan -L "^($(IFS='|'; echo "${tsan_targets[*]}"))\$" -E '^(Loopback|Faulty|All/CopyKernels|Endpoints|Cases|ControlServer)' || true
+  run_tests tsan -L "^($(IFS='|'; echo "${tsan_targets[*]}"))\$" -E '^(Loopback|Faulty|All/CopyKernels|Endpoints|Cases|ControlServer|Seen|Pace)' || true
 fi
 
 say "A minute of fuzzing"

@@ -1,3 +1,4 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "kvloom/session/source_book.h"
@@ -194,19 +195,42 @@ TEST(SourceBook, GivesUpEarlyGrantsWhenTheirTimeIsUp) {
 TEST(SourceBook, KeepsAsManyEarlyGrantsAsItMayAndNoMore) {
   Source source;
   Grant grant = shapes::grant_of(*two_targets(), 0, {0, 8});
-  for (std::uint64_t i = 0; i < SourceBook::kEarly; ++i) {
-    grant.key.epoch = Epoch(i);
-    source.hears(target_partner(0), grant);
-  }
+  constexpr std::uint64_t kEach = SourceBook::kEarly / SourceBook::kShare;
+  const auto fill = [&](PartnerId partner, std::uint64_t first) {
+    for (std::uint64_t i = 0; i < kEach; ++i) {
+      grant.key.epoch = Epoch(first + i);
+      source.hears(partner, grant);
+    }
+  };
+  fill(target_partner(0), 0);
+  EXPECT_EQ(source.book().early(), kEach);
+  EXPECT_EQ(source.grant(0, key(9998)),
+            "to 200: failed req#9998 source=0 reason=\"exhausted: 512 grants of this decode rank wait here for "
+            "transfers that nobody has offered, the most\"");
+  EXPECT_EQ(source.grant(1, key(9998)), "to 201: accepted req#9998 source=0") << "a partner fills its own share only";
+  EXPECT_EQ(source.cancel(1, key(9998)), "to 201: quiesced req#9998 source=0");
+  for (std::uint64_t other = 1; other < SourceBook::kShare; ++other) fill(PartnerId(500 + other), other * kEach);
   EXPECT_EQ(source.book().early(), SourceBook::kEarly);
   EXPECT_EQ(source.grant(1, key(9999)),
-            "to 201: failed req#9999 source=0 reason=\"exhausted: 4096 grants wait here for transfers that nobody has offered\"");
+            "to 201: failed req#9999 source=0 reason=\"exhausted: 4096 grants of all decode ranks wait here for "
+            "transfers that nobody has offered, the most\"");
   EXPECT_EQ(source.grant(0, key(7)), "to 200: accepted req#7 source=0") << "that one is here";
   EXPECT_EQ(source.offer(key(7)), "to 200: accepted req#7 source=0");
   EXPECT_EQ(source.grant(1, key(9999)), "to 201: accepted req#9999 source=0") << "there is room again";
   EXPECT_EQ(source.grant(0, key(3)), "to 200: accepted req#3 source=0");
   EXPECT_EQ(source.gone(target_partner(0)), "") << "rank 1 may grant req#7 still";
-  EXPECT_EQ(source.book().early(), 1U) << "that of rank 1";
+  EXPECT_EQ(source.book().early(), SourceBook::kEarly - kEach + 1) << "that of rank 1, and all of the others";
+}
+
+TEST(SourceBook, CountsPagesOfEarlyGrantsAndHasRoomForOneOfAnySize) {
+  Source source;
+  Grant grant = shapes::grant_of(*two_targets(), 0, {0, 8});
+  ASSERT_FALSE(grant.tables.empty());
+  grant.tables[0].pages.assign(SourceBook::kEarlyPages / SourceBook::kShare + 1, kNoPage);
+  grant.key.epoch = Epoch(1);
+  EXPECT_EQ(source.hears(target_partner(0), grant), "to 200: accepted req#1 source=0");
+  EXPECT_THAT(source.grant(0, key(2)), testing::HasSubstr("pages of grants of this decode rank wait here"));
+  EXPECT_EQ(source.grant(1, key(2)), "to 201: accepted req#2 source=0");
 }
 
 TEST(SourceBook, LosesOnlyWhatThePartnerThatIsGoneHad) {

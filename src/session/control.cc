@@ -54,12 +54,26 @@ auto guarded(const std::string& address, Body body) -> Expected<decltype(body())
   }
 }
 
+// A signal ends any call of libzmq with EINTR, also one that would not have waited.
+template <class Call>
+auto uninterrupted(Call call) {
+  for (;;) try {
+      return call();
+    } catch (const zmq::error_t& error) {
+      if (error.num() != EINTR) throw;
+    }
+}
+
+bool send_frame(zmq::socket_t& socket, zmq::const_buffer bytes, zmq::send_flags flags) {
+  return uninterrupted([&] { return socket.send(bytes, flags); }).has_value();
+}
+
 // One message of any number of frames.
 bool receive_frames(zmq::socket_t& socket, std::vector<zmq::message_t>& frames) {
   frames.clear();
   for (;;) {
     zmq::message_t frame;
-    if (!socket.recv(frame, zmq::recv_flags::dontwait)) return false;
+    if (!uninterrupted([&] { return socket.recv(frame, zmq::recv_flags::dontwait); })) return false;
     const bool more = frame.more();
     frames.push_back(std::move(frame));
     if (!more) return true;
@@ -96,7 +110,7 @@ struct ControlServer::Sockets {
                                         "",
                                         ""};
       for (std::size_t i = 0; i < std::size(words); ++i)
-        zap.send(zmq::buffer(words[i]), i + 1 < std::size(words) ? zmq::send_flags::sndmore : zmq::send_flags::none);
+        send_frame(zap, zmq::buffer(words[i]), i + 1 < std::size(words) ? zmq::send_flags::sndmore : zmq::send_flags::none);
     }
   }
 };
@@ -157,8 +171,8 @@ std::optional<ControlServer::Received> ControlServer::receive() {
 
 bool ControlServer::send(const Route& to, std::span<const std::uint8_t> bytes) {
   try {
-    if (!sockets_->router.send(zmq::buffer(to), zmq::send_flags::sndmore | zmq::send_flags::dontwait)) return false;
-    return sockets_->router.send(zmq::buffer(bytes.data(), bytes.size()), zmq::send_flags::dontwait).has_value();
+    return send_frame(sockets_->router, zmq::buffer(to), zmq::send_flags::sndmore | zmq::send_flags::dontwait) &&
+           send_frame(sockets_->router, zmq::buffer(bytes.data(), bytes.size()), zmq::send_flags::dontwait);
   } catch (const zmq::error_t&) {  // EHOSTUNREACH: it has gone
     return false;
   }
@@ -212,7 +226,7 @@ std::optional<std::vector<std::uint8_t>> ControlClient::receive() {
 
 bool ControlClient::send(std::span<const std::uint8_t> bytes) {
   try {
-    return socket_->dealer.send(zmq::buffer(bytes.data(), bytes.size()), zmq::send_flags::dontwait).has_value();
+    return send_frame(socket_->dealer, zmq::buffer(bytes.data(), bytes.size()), zmq::send_flags::dontwait);
   } catch (const zmq::error_t&) {
     return false;
   }

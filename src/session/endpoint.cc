@@ -17,6 +17,16 @@ Instant monotonic_now() {
   return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
 }
 
+Expected<void> check_options(const EndpointOptions& options) {
+  if (options.name.size() > kMaxName)
+    return fail(Code::invalid_argument, "a rank's name of {} B: at most {}", options.name.size(), kMaxName);
+  if (options.heartbeat <= options.heartbeat.zero() || options.silence <= options.heartbeat)
+    return fail(Code::invalid_argument,
+                "a heartbeat of {} ns and a silence of {} ns: the first must be above 0 and below the second",
+                options.heartbeat.count(), options.silence.count());
+  return {};
+}
+
 Expected<LocalCache> LocalCache::make(std::shared_ptr<const Side> side, Rank rank, std::span<const Region* const> regions,
                                       std::vector<PlacedTensor> tensors) {
   LocalCache out;

@@ -31,6 +31,9 @@ struct EndpointOptions {
   std::function<Instant()> clock = monotonic_now;
 };
 
+// @error invalid_argument: a name of over kMaxName bytes, times that are none
+Expected<void> check_options(const EndpointOptions& options);
+
 // The memory of one rank under one geometry: what `Side` says that it holds, in regions of its transport.  A value; the regions outlive it.
 struct LocalCache {
   std::shared_ptr<const Side> side;  // shared with the plans made of it; never changed
@@ -110,6 +113,9 @@ bool poll_once(std::vector<Event>& happened, std::vector<Event>& events, bool ma
   happened.clear();
   return did;
 }
+
+// Messages of one control socket that are read in one step; then the transport, the timers and other sockets have their turn.
+inline constexpr int kMessagesAStep = 256;
 
 // Sleeps until one of the descriptors is readable or the time has come.
 void wait_readable(std::span<const int> fds, std::chrono::nanoseconds at_most);

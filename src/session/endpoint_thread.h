@@ -48,16 +48,14 @@ class EndpointThread {
   EndpointThread& operator=(const EndpointThread&) = delete;
   ~EndpointThread() { stop(); }
 
+  // @pre not stopped
   void post(Work work) {
-    {
-      const std::lock_guard lock(mutex_);
-      work_.push_back(std::move(work));
-      if (work_.size() > 1) return;  // it is awake, or will be
-    }
-    wake_.ring();
+    const std::lock_guard lock(mutex_);
+    work_.push_back(std::move(work));
+    if (work_.size() == 1) wake_.ring();  // under the lock: the descriptor is readable just as long as there is work
   }
 
-  // Runs `ask` there and gives what it gives.  @pre not called from the endpoint's thread
+  // Runs `ask` there and gives what it gives.  @pre not stopped; not called from the endpoint's thread
   template <class Ask>
   auto ask(Ask ask) -> decltype(ask(std::declval<Endpoint&>())) {
     std::promise<decltype(ask(std::declval<Endpoint&>()))> answer;
@@ -91,7 +89,7 @@ class EndpointThread {
     {
       const std::lock_guard lock(mutex_);
       if (work_.empty()) return;
-      wake_.quiet();  // not after the lock: it would swallow the ring of who posts next
+      wake_.quiet();
       work.swap(work_);
     }
     for (const Work& each : work) each(*endpoint_);

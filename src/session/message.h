@@ -22,10 +22,11 @@
 
 namespace kvloom {
 
-inline constexpr std::size_t kMaxName = 256;                    // bytes of a transfer's name
-inline constexpr std::size_t kMaxReason = 512;                  // bytes of a reason; longer ones are cut
-inline constexpr std::size_t kMaxTables = 64;                   // cache groups of a grant
-inline constexpr std::size_t kMaxPages = std::size_t{1} << 22;  // of a grant, all tables: 64 x 1M tokens of 16 a page
+inline constexpr std::size_t kMaxName = 256;                              // bytes of a transfer's name
+inline constexpr std::size_t kMaxReason = 512;                            // bytes of a reason; longer ones are cut
+inline constexpr std::size_t kMaxTables = 64;                             // cache groups of a grant
+inline constexpr std::size_t kMaxPages = std::size_t{1} << 22;            // of a grant, all tables: 64 x 1M tokens of 16 a page
+inline constexpr std::int64_t kMaxRequestTokens = std::int64_t{1} << 48;  // of a request
 inline constexpr std::chrono::hours kMaxTimeLeft{24};
 
 // One attempt at one transfer.

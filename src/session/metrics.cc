@@ -108,6 +108,8 @@ struct Metrics::Series {
   Each<Code, kCodes.size()> lost =
       make.each("kvloom_partners_lost_total", "Partners whose connection was lost, by reason.", "reason", kCodes);
   Each<Code, kCodes.size()> refused = make.each("kvloom_hellos_refused_total", "Hellos refused, by reason.", "reason", kCodes);
+  Each<Code, kCodes.size()> geometries_refused =
+      make.each("kvloom_geometries_refused_total", "Geometries of peers that were refused, by reason.", "reason", kCodes);
 };
 
 Metrics::Metrics(std::string_view side, Rank rank)
@@ -161,6 +163,7 @@ void Metrics::partner_lost(Code why) {
   series_->lost.count(why);
 }
 void Metrics::hello_refused(Code why) { series_->refused.count(why); }
+void Metrics::geometry_refused(Code why) { series_->geometries_refused.count(why); }
 
 std::string Metrics::text() const {
   std::ostringstream out;

@@ -71,6 +71,7 @@ class Metrics {
   void partner_up();
   void partner_lost(Code why);  // @pre it was up
   void hello_refused(Code why);
+  void geometry_refused(Code why);
 
   // All of it in the text format of Prometheus, version 0.0.4.
   std::string text() const;

@@ -142,7 +142,7 @@ TEST(Metrics, AreAllThereFromTheStart) {
   const auto before = read(fresh.text()), after = read(told.text());
   ASSERT_TRUE(before) << before.error().message;
   ASSERT_TRUE(after) << after.error().message;
-  EXPECT_EQ(before->types.size(), 27u);
+  EXPECT_EQ(before->types.size(), 28u);
   EXPECT_EQ(before->samples.size(), after->samples.size());
   for (const auto& [name, value] : before->samples) EXPECT_EQ(value, 0) << name;
   EXPECT_TRUE(holds(check_conventions(*before)));
@@ -215,6 +215,7 @@ TEST(Metrics, CountWhatIsSaidAndPartners) {
   for (int i = 0; i < 3; ++i) metrics.partner_up();
   metrics.partner_lost(Code::io);
   metrics.hello_refused(Code::invalid_argument);
+  metrics.geometry_refused(Code::parse);
   metrics.notice_sent();
   for (int i = 0; i < 2; ++i) metrics.notice_received();
   for (int i = 0; i < 4; ++i) metrics.control_sent();
@@ -222,6 +223,7 @@ TEST(Metrics, CountWhatIsSaidAndPartners) {
   EXPECT_EQ(counted(metrics), (Counts{{"kvloom_partners_up", 2},
                                       {"kvloom_partners_lost_total{reason=\"io\"}", 1},
                                       {"kvloom_hellos_refused_total{reason=\"invalid argument\"}", 1},
+                                      {"kvloom_geometries_refused_total{reason=\"parse\"}", 1},
                                       {"kvloom_notices_sent_total", 1},
                                       {"kvloom_notices_received_total", 2},
                                       {"kvloom_control_messages_sent_total", 4},

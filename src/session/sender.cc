@@ -12,6 +12,9 @@ using On = Sender::On;
 
 namespace {
 
+constexpr Bytes kJoin{256 << 10};  // where the limits do not say
+constexpr std::size_t kMaxRefused = 4096;
+
 constexpr std::array kEdges = {
     Edge<State, On>{State::waiting, On::granted, State::waiting, "not for us, or cancelled before: refuse it"},
     Edge<State, On>{State::waiting, On::granted, State::open, "accept; post what is ready"},
@@ -209,10 +212,18 @@ void Sender::posted(const Posted& event) {
   pump(post.target, link);
 }
 
+void Sender::refuse_grant(const CancelFrom& event) {
+  refused_.emplace(std::pair(event.target, event.from), event.why);
+  if (refused_.size() <= kMaxRefused) return;
+  const auto eldest = std::min_element(refused_.begin(), refused_.end(),
+                                       [](const auto& a, const auto& b) { return a.first.second < b.first.second; });
+  refused_.erase(eldest);  // of a connection that has ended long ago: ids of partners ascend
+}
+
 void Sender::cancel_from(const CancelFrom& event) {
   const auto at = links_.find(event.target);
   if (at == links_.end() || at->second.partner != event.from) {
-    if (at == links_.end()) refused_.emplace(std::pair(event.target, event.from), event.why);
+    if (at == links_.end()) refuse_grant(event);
     actions_->emplace_back(SendQuiesced{event.from});
     return;
   }
@@ -312,7 +323,7 @@ void Sender::pump(Rank target, Link& link) {
     const bool all = ending == link.open_lanes;
     const bool last = all && (!job_.has_payload || payload_);
     if (parts.empty() && !last) return;
-    if (!all && link.posts >= job_.limits.joining_posts && bytes < job_.limits.join) return;
+    if (!all && link.posts >= job_.limits.joining_posts && bytes < job_.limits.join.value_or(kJoin)) return;
     commit(link, parts);
     OpenPost open{target, bytes, last, {}};
     for (const PostPart& part : parts) {

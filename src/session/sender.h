@@ -166,6 +166,7 @@ class Sender {
   void ready(const Ready& event);
   void posted(const Posted& event);
   void cancel_from(const CancelFrom& event);
+  void refuse_grant(const CancelFrom& event);
   void gone(const Gone& event);
   void time();
   void stop(Link& link, const Error& why, bool tell);

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "kvloom/base/error.h"
@@ -28,8 +29,9 @@ struct SessionLimits {
   std::chrono::nanoseconds grace =
       std::chrono::seconds(1);                 // for peers to fall silent by themselves, after a transfer has failed
   Bytes in_flight_per_path = Bytes(64 << 20);  // posted and not completed, to one target rank
-  Bytes join = Bytes(256 << 10);               // while posts are under way, smaller ones wait to be joined; endpoints: join_below
-  int joining_posts = 2;                       // ... from this many on
+  // While posts are under way, smaller ones wait to be joined. Not said: 256 KiB, and at an endpoint what join_below says of its transport.
+  std::optional<Bytes> join;
+  int joining_posts = 2;  // ... from this many on
 };
 
 // Posts of at least this many bytes go alone: what a post costs beside its bytes is a twentieth of them or less. Smaller ones wait while others

@@ -76,16 +76,37 @@ std::size_t SourceBook::Early::pages() const {
   return out;
 }
 
+Expected<void> SourceBook::check_room(const Early& grant) const {
+  const auto refuse = [](std::size_t count, const char* what, const char* whose) {
+    return fail(Code::exhausted, "{} {} {} wait here for transfers that nobody has offered, the most", count, what, whose);
+  };
+  const std::size_t pages = grant.pages();
+  if (early_room_.grants >= kEarly) return refuse(early_room_.grants, "grants", "of all decode ranks");
+  if (early_room_.pages + pages > kEarlyPages) return refuse(early_room_.pages, "pages of grants", "of all decode ranks");
+  const auto taken = partner_room_.find(grant.from);
+  if (taken == partner_room_.end()) return {};
+  if (taken->second.grants >= kEarly / kShare) return refuse(taken->second.grants, "grants", "of this decode rank");
+  if (taken->second.pages + pages > kEarlyPages / kShare)
+    return refuse(taken->second.pages, "pages of grants", "of this decode rank");
+  return {};
+}
+
 void SourceBook::keep_early(std::vector<Early>& early, Early grant) {
-  ++early_count_;
-  early_pages_ += grant.pages();
+  for (Room* room : {&early_room_, &partner_room_[grant.from]}) {
+    ++room->grants;
+    room->pages += grant.pages();
+  }
   early_until_.insert(grant.until());
   early.push_back(std::move(grant));
 }
 
 void SourceBook::forget_early(const Early& grant) {
-  --early_count_;
-  early_pages_ -= grant.pages();
+  const auto partner = partner_room_.find(grant.from);
+  for (Room* room : {&early_room_, &partner->second}) {
+    --room->grants;
+    room->pages -= grant.pages();
+  }
+  if (partner->second.grants == 0) partner_room_.erase(partner);
   early_until_.erase(early_until_.find(grant.until()));
 }
 
@@ -145,9 +166,9 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
       return;
     }
   Early waits{from, kept, plan->second, now};
-  if (early_count_ >= kEarly || early_pages_ + waits.pages() > kEarlyPages) {
+  if (const auto room = check_room(waits); !room) {
     if (early.empty()) early_.erase(grant.key);
-    return refuse(Code::exhausted, fmt::format("{} grants wait here for transfers that nobody has offered", early_count_));
+    return refuse(room.error().code, room.error().message);
   }
   keep_early(early, std::move(waits));
   actions.emplace_back(SendTo{from, Accepted{grant.key, rank_}});
@@ -162,12 +183,16 @@ void SourceBook::cancel(PartnerId from, const Cancel& cancel, Instant now, std::
   }
   if (!ended_.contains(cancel.key)) {
     auto& refused = cancelled_[cancel.key];
-    if (refused.empty()) cancelled_order_.push_back(cancel.key);
     const bool known = std::any_of(refused.begin(), refused.end(),
                                    [&](const auto& r) { return r.first == from && r.second.target == cancel.target; });
-    if (!known) refused.emplace_back(from, cancel);
+    if (!known) {
+      refused.emplace_back(from, cancel);
+      cancelled_order_.push_back(cancel.key);
+    }
     if (cancelled_order_.size() > kRemembered) {
-      cancelled_.erase(cancelled_order_.front());
+      const auto eldest = cancelled_.find(cancelled_order_.front());
+      eldest->second.erase(eldest->second.begin());
+      if (eldest->second.empty()) cancelled_.erase(eldest);
       cancelled_order_.pop_front();
     }
   }

@@ -1,7 +1,7 @@
 // source_book.h: all transfers of one source rank: which event is for which Sender, what to do with grants that come before the engine has
 // offered anything, and what to answer about transfers that are over.  Stage: stream.  Pure, as its senders are.
-// Bounded: at most kEarly grants of together kEarlyPages pages wait for an offer, each as long as it gave time; the last kRemembered transfers that ended are remembered, so
-// that a late grant or cancel of theirs is answered and never served.
+// Bounded: at most kEarly grants of together kEarlyPages pages wait for an offer, each as long as it gave time, and of one partner a share of
+// both; the last kRemembered transfers that ended are remembered, so that a late grant or cancel of theirs is answered and never served.
 // Thread: whoever calls.  Time: passed in.
 #pragma once
 
@@ -25,6 +25,7 @@ class SourceBook {
  public:
   static constexpr std::size_t kEarly = 4096;
   static constexpr std::size_t kEarlyPages = std::size_t{1} << 24;  // 128 MiB of page ids
+  static constexpr std::size_t kShare = 8;  // of both an eighth for one partner; one grant of any size it may always have
   static constexpr std::size_t kRemembered = 65536;
   static constexpr std::size_t kPlans = 1024;
 
@@ -50,7 +51,7 @@ class SourceBook {
 
   Instant deadline() const;
   std::size_t open() const { return senders_.size(); }
-  std::size_t early() const { return early_count_; }
+  std::size_t early() const { return early_room_.grants; }
 
  private:
   struct Early {
@@ -64,6 +65,7 @@ class SourceBook {
   void step(std::map<TransferKey, Sender>::iterator at, const Sender::Event& event, Instant now, std::vector<Action>& actions);
   void grant(PartnerId from, const Grant& grant, Instant now, std::vector<Action>& actions);
   void cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions);
+  Expected<void> check_room(const Early& grant) const;
   void keep_early(std::vector<Early>& early, Early grant);
   template <class Over>
   void erase_early(std::vector<Early>& early, Over over);
@@ -78,14 +80,18 @@ class SourceBook {
   std::deque<PlanDigest> plans_order_;
   std::map<TransferKey, Sender> senders_;
   std::map<TransferKey, std::vector<Early>> early_;
-  std::size_t early_count_ = 0, early_pages_ = 0;
+  struct Room {
+    std::size_t grants = 0, pages = 0;
+  };
+  Room early_room_;                         // taken by all of early_
+  std::map<PartnerId, Room> partner_room_;  // and by each partner's
   std::multiset<Instant> early_until_;
   std::set<std::pair<Instant, TransferKey>> timers_;  // of senders_
   std::map<TransferKey, Error> ended_;                // and why
   std::deque<TransferKey> ended_order_;
   // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life.
   std::map<TransferKey, std::vector<std::pair<PartnerId, Cancel>>> cancelled_;
-  std::deque<TransferKey> cancelled_order_;
+  std::deque<TransferKey> cancelled_order_;  // one for each entry, the eldest first
 };
 
 }  // namespace kvloom

@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::size_t kMaxLinks = 4096;
 constexpr std::size_t kMaxGranted = 2 * SourceBook::kEarly;  // of one peer, that are not over
+constexpr std::size_t kMaxUnsaid = 2 * kMaxGranted;
 constexpr Bytes kPollBytes{16 << 20};
 
 }  // namespace
@@ -20,7 +21,8 @@ Expected<std::unique_ptr<SourceEndpoint>> SourceEndpoint::make(SourceOptions opt
                                                                Sinks sinks) {
   auto control = ControlServer::make(options.control);
   if (!control) return tl::unexpected(control.error());
-  options.limits.join = join_below(transport.cost());
+  if (auto ok = check_options(options); !ok) return tl::unexpected(ok.error());
+  if (!options.limits.join) options.limits.join = join_below(transport.cost());
   return std::unique_ptr<SourceEndpoint>(
       new SourceEndpoint(std::move(options), transport, std::move(cache), std::move(sinks), std::move(*control)));
 }
@@ -153,7 +155,9 @@ bool SourceEndpoint::step() {
 
 bool SourceEndpoint::read_control() {
   bool did = false;
-  while (const auto received = control_->receive()) {
+  for (int turn = 0; turn < kMessagesAStep; ++turn) {
+    const auto received = control_->receive();
+    if (!received) break;
     did = true;
     const auto what = decode_said(received->bytes);
     if (what) {
@@ -194,8 +198,10 @@ void SourceEndpoint::tick() {
   }
   if (here < pulses_at_) return;
   pulses_at_ = here + options_.heartbeat / 4;
-  std::vector<PartnerId> silent;
+  std::vector<PartnerId> silent, deaf;
   for (auto& [route, link] : links_) {
+    while (!link.unsaid.empty() && send(link, link.unsaid.front())) link.unsaid.pop_front();
+    if (link.unsaid.size() > kMaxUnsaid) deaf.push_back(link.partner);
     std::erase_if(link.granted, [&](const auto& g) { return !transfers_.contains(g.first) && g.second.until <= here; });
     const bool needed = std::any_of(link.granted.begin(), link.granted.end(),
                                     [&](const auto& granted) { return transfers_.contains(granted.first); });
@@ -203,13 +209,15 @@ void SourceEndpoint::tick() {
     if (link.pulse.is_lost(here, options_.silence)) silent.push_back(link.partner);
     if (link.pulse.is_due(here, options_.heartbeat)) tell(route, link.token, Ping{});
   }
+  for (const PartnerId partner : deaf) lose(partner, lost("it does not take what is said to it"));
   for (const PartnerId partner : silent)
     lose(partner, lost("not a word for {} ms: frozen, or cut off", options_.silence / std::chrono::milliseconds(1)));
 }
 
 Instant SourceEndpoint::deadline() const {
   Instant out = std::min(book_.deadline(), pacer_.deadline());
-  const bool beating = std::any_of(links_.begin(), links_.end(), [](const auto& l) { return !l.second.granted.empty(); });
+  const bool beating = std::any_of(links_.begin(), links_.end(),
+                                   [](const auto& l) { return !l.second.granted.empty() || !l.second.unsaid.empty(); });
   if (beating) out = std::min(out, pulses_at_);
   return done_.empty() ? out : Instant(0);
 }
@@ -265,7 +273,7 @@ void SourceEndpoint::geometry(Link& link, Geometry geometry) {
   if (link.geometries.size() >= kMaxGeometries && !link.geometries.contains(geometry.id))
     link.geometries.erase(link.geometries.begin());
   auto read = read_geometry(link, geometry);
-  if (!read) telemetry_.refused(link.name, read.error());
+  if (!read) telemetry_.geometry_refused(link.name, read.error());
   link.geometries.insert_or_assign(geometry.id, std::move(read));
 }
 
@@ -293,8 +301,7 @@ void SourceEndpoint::message(Link& link, const Message& message) {
       return geometry.second && geometry.second->rank == cancelled->target;
     });
     if (!is_its_own) {  // a rank that it has never told of: nothing of ours can land for it
-      const Message answer = Quiesced{cancelled->key, cache_.rank};
-      return note_sent(control_->send(link.route, encoder_.encode(answer)));
+      return say(link, Quiesced{cancelled->key, cache_.rank});
     }
     drop_posts(cancelled->key, link.partner, "cancelled by its target");
   }
@@ -305,14 +312,13 @@ void SourceEndpoint::message(Link& link, const Message& message) {
 
 void SourceEndpoint::grant(Link& link, const Grant& grant) {
   const auto refuse = [&](const Error& why) {
-    const Message answer = Failed{grant.key, cache_.rank, why.code, std::string(cut_reason(why.message))};
-    note_sent(control_->send(link.route, encoder_.encode(answer)));
+    say(link, Failed{grant.key, cache_.rank, why.code, std::string(cut_reason(why.message))});
   };
   if (link.granted.size() >= kMaxGranted && !link.granted.contains(grant.key))
     return refuse({Code::exhausted, Scope::transfer, fmt::format("{} grants of this rank are open, the most", kMaxGranted)});
   if (auto known = learn_plan(link, grant); !known) return refuse(known.error());
   telemetry_.granted();
-  if (!link.granted.contains(grant.key)) link.granted.emplace(grant.key, Granted{{}, now() + grant.time_left});
+  if (!link.granted.contains(grant.key)) link.granted.emplace(grant.key, Granted{now() + grant.time_left, {}});
   if (!link.warm) warm_up(link, grant);
   std::vector<SourceBook::Action> actions;
   book_.message(link.partner, grant, now(), actions);
@@ -371,6 +377,19 @@ void SourceEndpoint::lose(PartnerId partner, const Error& why) {
 
 void SourceEndpoint::tell(const Route& to, const ConnectionToken& token, decltype(Told::what) what) {
   note_sent(control_->send(to, encode_told({token, std::move(what)})));
+}
+
+// What a target waits for is said again until it is taken; what it asks for anew by itself need not be.
+void SourceEndpoint::say(Link& link, const Message& message) {
+  const bool is_final = std::holds_alternative<Failed>(message) || std::holds_alternative<Quiesced>(message);
+  if ((!is_final || link.unsaid.empty()) && send(link, message)) return;
+  if (is_final) link.unsaid.push_back(message);
+}
+
+bool SourceEndpoint::send(const Link& link, const Message& message) {
+  const bool taken = control_->send(link.route, encoder_.encode(message));
+  note_sent(taken);
+  return taken;
 }
 
 void SourceEndpoint::note_sent(bool taken) {

@@ -100,8 +100,8 @@ class SourceEndpoint {
   };
   // A connection.
   struct Granted {
-    std::vector<PageTable> tables;  // [groups of the plan]; made with the first post
-    Instant until{};                // then it is over, whatever happens
+    Instant until{};                                // then it is over, whatever happens
+    std::map<Rank, std::vector<PageTable>> tables;  // of each target rank [groups of the plan]; made with the first post
   };
   struct Link {
     PartnerId partner;
@@ -113,6 +113,7 @@ class SourceEndpoint {
     bool warm = false;                                       // its transport knows our regions
     std::map<GeometryId, Expected<RemoteCache>> geometries;  // or why it was refused
     std::map<TransferKey, Granted> granted;                  // that are not over
+    std::deque<Message> unsaid;                              // that were not taken: said again, in order
   };
   struct Transfer {
     std::vector<PageTable> tables;  // [groups of the side]; empty until told
@@ -156,6 +157,8 @@ class SourceEndpoint {
   Expected<void> learn_plan(const Link& link, const Grant& grant);
   void warm_up(Link& link, const Grant& grant);
   void lose(PartnerId partner, const Error& why);
+  void say(Link& link, const Message& message);
+  bool send(const Link& link, const Message& message);
   void tell(const Route& to, const ConnectionToken& token, decltype(Told::what) what);
 
   void obey(std::vector<SourceBook::Action>& actions);

@@ -20,8 +20,9 @@ std::int32_t group_index(const Side& side, const GroupSide* group) {
 void SourceEndpoint::obey(std::vector<SourceBook::Action>& actions) {
   for (SourceBook::Action& action : actions) {
     if (const auto* message = std::get_if<SendTo>(&action)) {
-      if (const Link* link = find(message->to); link != nullptr)
-        note_sent(control_->send(link->route, encoder_.encode(message->message)));
+      if (const auto* failed = std::get_if<Failed>(&message->message))
+        drop_posts(failed->key, message->to, "the transfer has failed");  // it is told that nothing more is posted
+      if (Link* link = find(message->to); link != nullptr) say(*link, message->message);
     } else {
       auto& keyed = std::get<SourceBook::Keyed>(action);
       obey(keyed.key, keyed.action);
@@ -107,14 +108,15 @@ void SourceEndpoint::post(const TransferKey& key, const Sender::Post& post) {
 
 // The tables of a grant, each checked once, by whoever posts to it first.
 Expected<const std::vector<PageTable>*> SourceEndpoint::tables_of(Link& link, const TransferKey& key, const Grant& grant) {
-  Granted& granted = link.granted[key];
-  if (granted.tables.empty())
-    for (const GrantTable& table : grant.tables) {
-      auto made = PageTable::make(table.pages, table.pool_pages, PageTable::Use::target);
-      if (!made) return tl::unexpected(made.error());
-      granted.tables.push_back(std::move(*made));
-    }
-  return &granted.tables;
+  auto& known = link.granted[key].tables;
+  if (const auto at = known.find(grant.target); at != known.end()) return &at->second;
+  std::vector<PageTable> tables;
+  for (const GrantTable& table : grant.tables) {
+    auto made = PageTable::make(table.pages, table.pool_pages, PageTable::Use::target);
+    if (!made) return tl::unexpected(made.error());
+    tables.push_back(std::move(*made));
+  }
+  return &known.emplace(grant.target, std::move(tables)).first->second;
 }
 
 Expected<void> SourceEndpoint::write_all(const Sender::Post& post, const Transfer& transfer, Link& link, std::uint64_t number) {

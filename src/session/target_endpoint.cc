@@ -15,6 +15,7 @@ constexpr std::chrono::minutes kKept{10};  // a connection that nobody uses
 // ---- birth ----
 
 Expected<std::unique_ptr<TargetEndpoint>> TargetEndpoint::make(TargetOptions options, Transport& transport, Sinks sinks) {
+  if (auto ok = check_options(options); !ok) return tl::unexpected(ok.error());
   if (transport.address().empty())
     return fail(Code::invalid_argument, "the transport {} does not listen: prefill ranks could not reach it",
                 transport.abilities().name);
@@ -42,11 +43,56 @@ Expected<GeometryId> TargetEndpoint::describe(LocalCache cache) {
     described.keys.push_back({described.cache.lengths[i], std::move(*key)});
   }
   const GeometryId id(next_geometry_++);
+  if (auto ok = check_geometry(described, id); !ok) return tl::unexpected(ok.error());
   geometries_.emplace(id, std::move(described));
   return id;
 }
 
+// Told to a peer it has to get through that peer's limits.
+Expected<void> TargetEndpoint::check_geometry(const Described& described, GeometryId id) const {
+  const LocalCache& cache = described.cache;
+  std::size_t parts = 0;
+  for (const PlacedTensor& tensor : cache.tensors) parts += tensor.parts.size();
+  for (const auto& [what, count, most] :
+       {std::tuple("regions", cache.regions.size(), kMaxRegions), std::tuple("tensors", cache.tensors.size(), kMaxTensors),
+        std::tuple("parts of tensors", parts, kMaxTensorParts)})
+    if (count > most) return fail(Code::invalid_argument, "{} {} of one geometry: at most {} can be told", count, what, most);
+  const auto bytes = encode_told({{}, Geometry{id, cache.rank, described.side, described.keys, cache.tensors}}).size();
+  if (bytes > kMaxConnectionBytes)
+    return fail(Code::invalid_argument, "a geometry of {} B: at most {} can be told; describe fewer regions or tensors", bytes,
+                kMaxConnectionBytes);
+  return {};
+}
+
 // ---- the engine's side ----
+
+Expected<void> TargetEndpoint::check_range(const Want& want) {
+  const auto [begin, end] = want.range;
+  if (begin < 0 || end < begin || end > kMaxRequestTokens)
+    return fail(Code::invalid_argument,
+                "tokens [{}, {}): the prefix must be 0 or more and not beyond the tokens, and these at most 2^48", begin, end);
+  if (want.time <= want.time.zero() || want.time > kMaxTimeLeft)
+    return fail(Code::invalid_argument, "a time of {} ns: it must be above 0 and at most {} h", want.time.count(),
+                kMaxTimeLeft.count());
+  return {};
+}
+
+Expected<void> TargetEndpoint::check_tables(const Want& want, const Side& side) {
+  if (want.tables.size() != side.groups().size())
+    return fail(Code::invalid_argument, "{} page tables for {} cache groups", want.tables.size(), side.groups().size());
+  if (want.tables.size() > kMaxTables)
+    return fail(Code::invalid_argument, "{} cache groups: at most {} go in a grant", want.tables.size(), kMaxTables);
+  std::size_t pages = 0;
+  for (std::size_t g = 0; g < want.tables.size(); ++g) {
+    pages += want.tables[g].pages.size();
+    if (const auto ok = PageTable::make(want.tables[g].pages, want.tables[g].pool_pages, PageTable::Use::target); !ok)
+      return fail(ok.error().code, "group {}: {}", side.groups()[g].name, ok.error().message);
+  }
+  if (pages > kMaxPages)
+    return fail(Code::invalid_argument, "{} pages in all tables: at most {} go in a grant; larger pages, or two transfers", pages,
+                kMaxPages);
+  return {};
+}
 
 Expected<void> TargetEndpoint::begin(Want want) {
   if (waiting_.contains(want.key) || book_.find(want.key) != nullptr)
@@ -55,19 +101,10 @@ Expected<void> TargetEndpoint::begin(Want want) {
     return fail(Code::invalid_argument, "a transfer's name has 1 to {} B, not {}", kMaxName, want.key.name.size());
   const auto geometry = geometries_.find(want.geometry);
   if (geometry == geometries_.end()) return fail(Code::invalid_argument, "geometry {} is not described", want.geometry.value);
-  if (want.range.begin < 0 || want.range.end < want.range.begin || want.range.end == kUnbounded)
-    return fail(Code::invalid_argument, "tokens [{}, {}): the prefix must be 0 or more and not beyond the tokens",
-                want.range.begin, want.range.end);
-  if (want.time <= want.time.zero() || want.time > kMaxTimeLeft)
-    return fail(Code::invalid_argument, "a time of {} ns: it must be above 0 and at most {} h", want.time.count(),
-                kMaxTimeLeft.count());
-  const Side& side = *geometry->second.cache.side;
-  if (want.tables.size() != side.groups().size())
-    return fail(Code::invalid_argument, "{} page tables for {} cache groups", want.tables.size(), side.groups().size());
-  for (std::size_t g = 0; g < want.tables.size(); ++g)
-    if (const auto ok = PageTable::make(want.tables[g].pages, want.tables[g].pool_pages, PageTable::Use::target); !ok)
-      return fail(ok.error().code, "group {}: {}", side.groups()[g].name, ok.error().message);
-  if (want.sources.empty()) return fail(Code::invalid_argument, "no prefill rank is named");
+  if (auto ok = check_range(want); !ok) return ok;
+  if (auto ok = check_tables(want, *geometry->second.cache.side); !ok) return ok;
+  if (want.sources.empty() || want.sources.size() > static_cast<std::size_t>(kMaxRanks))
+    return fail(Code::invalid_argument, "{} prefill ranks are named: 1 to {} can be", want.sources.size(), kMaxRanks);
   for (const SourceAddress& source : want.sources)
     if (auto link = link_to(source); !link) return tl::unexpected(link.error());
   const Instant here = now(), until = here + want.time;
@@ -128,7 +165,9 @@ bool TargetEndpoint::step() {
 bool TargetEndpoint::read_control() {
   bool did = false;
   for (auto& [address, link] : links_)
-    while (const auto bytes = link.socket == nullptr ? std::nullopt : link.socket->receive()) {
+    for (int turn = 0; turn < kMessagesAStep; ++turn) {
+      const auto bytes = link.socket == nullptr ? std::nullopt : link.socket->receive();
+      if (!bytes) break;
       did = true;
       const auto what = decode_said(*bytes);
       if (what)
@@ -179,6 +218,7 @@ void TargetEndpoint::tick() {
   }
   if (here < pulses_at_) return;
   pulses_at_ = here + options_.heartbeat / 4;
+  changed_ |= std::exchange(untold_, false);
   std::vector<TransferKey> late;
   for (const auto& [key, waiting] : waiting_)
     if (waiting.until <= here) late.push_back(key);
@@ -244,7 +284,8 @@ Expected<std::shared_ptr<const Side>> TargetEndpoint::source_side(const Want& wa
     if (link.rank.value != static_cast<std::int32_t>(s))
       return fail(Code::invalid_argument, "{} is named as prefill rank {}, but says that it is rank {}", link.address.address, s,
                   link.rank.value);
-    if (side != nullptr && side != link.side)
+    // Equal ones are one object, unless KnownSides has forgotten it meanwhile.
+    if (side != nullptr && side != link.side && encode_side(*side) != encode_side(*link.side))
       return fail(Code::invalid_argument, "prefill rank {} has another geometry than the ranks before it: {}", s,
                   to_string(link.side->sharding()));
     side = link.side;
@@ -268,11 +309,12 @@ Expected<bool> TargetEndpoint::try_start(const Want& want, Instant until) {
   const auto granted = granted_sources(*plan->plan, cache.rank);
   for (const Rank source : granted)
     if (links_.at(want.sources[static_cast<std::size_t>(source.value)]).at != Link::At::up) return false;
-  for (const Rank source : granted) {
-    Link& link = links_.at(want.sources[static_cast<std::size_t>(source.value)]);
-    tell_geometry(link, want.geometry);
-    link.transfers.insert(want.key);
-  }
+  for (const Rank source : granted)
+    if (!tell_geometry(links_.at(want.sources[static_cast<std::size_t>(source.value)]), want.geometry)) {
+      untold_ = true;  // a grant would be refused: again with the next pulse
+      return false;
+    }
+  for (const Rank source : granted) links_.at(want.sources[static_cast<std::size_t>(source.value)]).transfers.insert(want.key);
   std::vector<TargetBook::Action> actions;
   if (auto ok = book_.begin(job_of(want, cache, *plan, until), now(), actions); !ok) {
     over(want.key);
@@ -367,6 +409,7 @@ void TargetEndpoint::obey(const TransferKey& key, PartnerId source, Receiver::Ac
     const Bytes bytes = end->outcome == Outcome::landed ? owed_[key] : Bytes(0);
     telemetry_.landed(bytes);
     telemetry_.ended(key, end->outcome, end->why, now());
+    if (book_.find(key) != nullptr) telemetry_.quarantined(key);  // else it is released in this very step
     happened_.emplace_back(TargetEnded{key, end->outcome, std::move(end->why), std::move(end->payloads), bytes, now()});
   } else if (std::holds_alternative<Receiver::Release>(action)) {
     over(key);

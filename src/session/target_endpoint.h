@@ -70,13 +70,15 @@ class TargetEndpoint {
   static Expected<std::unique_ptr<TargetEndpoint>> make(TargetOptions options, Transport& transport, Sinks sinks = {});
   ~TargetEndpoint();
 
-  // From now on transfers may land there.  @error as Transport::export_region
+  // From now on transfers may land there.
+  // @error as Transport::export_region; invalid_argument: more regions or tensors than can be told to a peer (connection.h)
   Expected<GeometryId> describe(LocalCache cache);
   // No transfer begins there any more.
   void forget(GeometryId geometry) { geometries_.erase(geometry); }
 
   // Connects to whom it has to, compiles the plan, grants. All that goes wrong later is told by TargetEnded.
-  // @error invalid_argument: a key that is in use, a geometry that is not described, a token range or table that is none, too many sources
+  // @error invalid_argument: a key that is in use, a geometry that is not described, a token range or table that is none, no or too many
+  // sources, more pages or tables than go in a grant (message.h)
   Expected<void> begin(Want want);
   // The pages stay where they are until TargetReleased.
   void cancel(const TransferKey& key, std::string why);
@@ -136,11 +138,14 @@ class TargetEndpoint {
   void peer_down(PeerId peer, const Error& why);
   bool tell(Link& link, decltype(Told::what) what);
   bool note_sent(bool taken);
-  void tell_geometry(Link& link, GeometryId id);
+  bool tell_geometry(Link& link, GeometryId id);
 
   void start_waiting();
   Expected<bool> try_start(const Want& want, Instant until);
   Expected<std::shared_ptr<const Side>> source_side(const Want& want);
+  static Expected<void> check_range(const Want& want);
+  static Expected<void> check_tables(const Want& want, const Side& side);
+  Expected<void> check_geometry(const Described& described, GeometryId id) const;
   static Expected<void> check_memory(const LocalCache& cache, const Plan& plan);
   ReceiverJob job_of(const Want& want, const LocalCache& cache, const KnownPlan& plan, Instant until);
   void fail_waiting(const TransferKey& key, Outcome outcome, Error why);
@@ -170,6 +175,7 @@ class TargetEndpoint {
   std::map<TransferKey, Bytes> owed_;  // of those that the book has
   bool sent_ = false;
   bool changed_ = false;  // what waits may begin now
+  bool untold_ = false;   // a geometry was not taken by its socket: to be told again
   std::uint64_t next_partner_ = 1;
   std::uint32_t next_geometry_ = 1;
   std::vector<Event> heard_;

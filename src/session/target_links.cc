@@ -74,7 +74,7 @@ void TargetEndpoint::welcome(Link& link, const Welcome& welcome) {
   auto side = sides_.find(welcome.side);
   if (!side) {
     link.why_not = fmt::format("its geometry can't be read: {}", side.error().message);
-    return telemetry_.refused(link.address.address, side.error());
+    return telemetry_.geometry_refused(link.address.address, side.error());
   }
   link.side = std::move(*side);
   link.rank = welcome.rank;
@@ -128,12 +128,13 @@ void TargetEndpoint::peer_down(PeerId peer, const Error& why) {
   obey(actions);
 }
 
-void TargetEndpoint::tell_geometry(Link& link, GeometryId id) {
-  if (link.told.contains(id)) return;
+bool TargetEndpoint::tell_geometry(Link& link, GeometryId id) {
+  if (link.told.contains(id)) return true;
   const Described& described = geometries_.at(id);
-  if (!tell(link, Geometry{id, described.cache.rank, described.side, described.keys, described.cache.tensors})) return;
+  if (!tell(link, Geometry{id, described.cache.rank, described.side, described.keys, described.cache.tensors})) return false;
   if (link.told.size() >= kMaxGeometries) link.told.erase(link.told.begin());  // as the other end does
   link.told.insert(id);
+  return true;
 }
 
 }  // namespace kvloom

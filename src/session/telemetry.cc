@@ -1,5 +1,7 @@
 #include "kvloom/session/telemetry.h"
 
+#include <bit>
+
 namespace kvloom {
 
 // ---- transfers ----
@@ -27,9 +29,13 @@ void Telemetry::ended(const TransferKey& key, Outcome outcome, const Error& why,
                        outcome == Outcome::landed ? TraceWord("landed") : TraceWord("not landed"), open.begun, now,
                        {.transfer = key});
   if (outcome == Outcome::landed) return log(LogLevel::info, "transfer {}: landed", to_string(key));
-  if (sinks_.metrics != nullptr && open.pages > 0) sinks_.metrics->quarantined(open.pages);
-  open.quarantined = open.pages > 0;
   log(LogLevel::warning, "transfer {}: {}: {}", to_string(key), to_string(outcome), to_string(why));
+}
+
+void Telemetry::quarantined(const TransferKey& key) {
+  Open& open = open_[key];
+  open.quarantined = open.pages > 0;
+  if (open.quarantined && sinks_.metrics != nullptr) sinks_.metrics->quarantined(open.pages);
 }
 
 void Telemetry::released(const TransferKey& key, Instant now) {
@@ -128,6 +134,15 @@ void Telemetry::refused(const std::string& peer, const Error& why) {
   log(LogLevel::warning, "{}: refused: {}", peer, to_string(why));
 }
 
-void Telemetry::nonsense(const Error& why) { log(LogLevel::warning, "a peer sent what is no message: {}", to_string(why)); }
+void Telemetry::geometry_refused(const std::string& peer, const Error& why) {
+  if (sinks_.metrics != nullptr) sinks_.metrics->geometry_refused(why.code);
+  log(LogLevel::warning, "{}: its geometry is refused: {}", peer, to_string(why));
+}
+
+// A peer can send any number of them: the 1st, 2nd, 4th, ... is a line.
+void Telemetry::nonsense(const Error& why) {
+  if (std::has_single_bit(++nonsense_))
+    log(LogLevel::warning, "a peer sent what is no message ({} so far): {}", nonsense_, to_string(why));
+}
 
 }  // namespace kvloom

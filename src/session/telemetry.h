@@ -27,6 +27,7 @@ class Telemetry {
   void opened(const TransferKey& key, std::int64_t pages, Instant now);
   void granted();
   void ended(const TransferKey& key, Outcome outcome, const Error& why, Instant now);
+  void quarantined(const TransferKey& key);  // it has ended, and its pages may not be used again yet
   void released(const TransferKey& key, Instant now);
   void tail(std::chrono::nanoseconds exposed);
 
@@ -56,6 +57,7 @@ class Telemetry {
   void connected(const std::string& peer);
   void lost(const std::string& peer, const Error& why);
   void refused(const std::string& peer, const Error& why);
+  void geometry_refused(const std::string& peer, const Error& why);
   void nonsense(const Error& why);
 
  private:
@@ -72,7 +74,8 @@ class Telemetry {
 
   Sinks sinks_;
   std::map<TransferKey, Open> open_;
-  std::int64_t runs_ = 0;  // of the post that is being written
+  std::int64_t runs_ = 0;       // of the post that is being written
+  std::uint64_t nonsense_ = 0;  // messages that were none
 };
 
 }  // namespace kvloom

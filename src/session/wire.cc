@@ -26,7 +26,7 @@ static_assert(same(wire::FailCode::invalid_argument, Code::invalid_argument) && 
               same(wire::FailCode::unavailable, Code::unavailable) && same(wire::FailCode::deadline, Code::deadline) &&
               same(wire::FailCode::cancelled, Code::cancelled) && same(wire::FailCode::io, Code::io));
 
-constexpr std::int64_t kMaxId = std::int64_t{1} << 48;  // of pages, and tokens of a request
+constexpr std::int64_t kMaxId = std::int64_t{1} << 48;  // of pages
 
 // ---- writing ----
 
@@ -122,7 +122,7 @@ Expected<std::vector<GrantTable>> read_tables(const TransferKey& key, const wire
 
 Expected<Message> read(TransferKey key, Rank target, const wire::Grant& from) {
   const TokenRange range{from.begin(), from.end()};
-  if (range.begin < 0 || range.end < range.begin || range.end > kMaxId)
+  if (range.begin < 0 || range.end < range.begin || range.end > kMaxRequestTokens)
     return fail(Code::out_of_range, "grant {}: tokens [{}, {}) are not within [0, 2^48)", to_string(key), range.begin, range.end);
   const std::chrono::nanoseconds time_left(from.time_left());
   if (time_left <= time_left.zero() || time_left > kMaxTimeLeft)

@@ -26,7 +26,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr Tag kTag{1};
-constexpr std::chrono::seconds kPatience{60};
+constexpr std::chrono::seconds kMeasurePatience{60};
 
 // Pieces that fill the memory, from anywhere to anywhere.
 std::vector<Run> scattered(Bytes memory, Bytes piece, std::uint64_t seed) {
@@ -60,7 +60,7 @@ struct Talk {
   // Polls until an event of this kind comes.
   template <class T>
   Expected<T> await() {
-    const auto deadline = Clock::now() + kPatience;
+    const auto deadline = Clock::now() + kMeasurePatience;
     while (Clock::now() < deadline) {
       for (auto event = events.begin(); event != events.end(); ++event) {
         if (const auto* down = std::get_if<PeerDown>(&*event)) return tl::unexpected(down->reason);
@@ -72,7 +72,7 @@ struct Talk {
       }
       transport.poll({.wait = std::chrono::seconds(1)}, events);
     }
-    return fail(Code::deadline, "the other process said nothing for {} s", kPatience.count());
+    return fail(Code::deadline, "the other process said nothing for {} s", kMeasurePatience.count());
   }
 };
 

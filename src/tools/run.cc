@@ -45,6 +45,7 @@ struct RunWords {
   bool stream = false, busy = false;
   std::int64_t requests = 1, at_once = 0, chunk = 0, layer_ns = 2'000'000, scale = 1, rate = 0;
   std::string trace, timeline;
+  LogLevel log = LogLevel::error;
 };
 
 double gb_per_s(std::int64_t bytes, double seconds) { return seconds > 0 ? static_cast<double>(bytes) * 1e-9 / seconds : 0; }
@@ -149,6 +150,7 @@ Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
   stream.busy = words.busy;
   stream.worker.seed = words.seed >= 0 ? static_cast<std::uint64_t>(words.seed) : std::random_device{}();
   stream.worker.pace.bytes_per_second = words.rate;
+  stream.worker.log = words.log;
   stream.timeline = words.timeline;
   if (!words.json)
     fmt::print(context.out,
@@ -237,6 +239,7 @@ void add_run(CLI::App& app, Context& context) {
                "of a layer of --chunk tokens, or of 2,048 where no chunk is said (default: 2ms)");
   verb->add_flag("--busy", words->busy, "Computing burns a core, instead of waiting as for an accelerator");
   add_bytes(*verb, "--rate", words->rate, "a second that each prefill rank may push (default: no limit)");
+  add_log(*verb, words->log);
   verb->add_option("--timeline", words->timeline, "Write what happened when to this file, for https://ui.perfetto.dev");
 }
 

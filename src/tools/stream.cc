@@ -22,7 +22,7 @@ using nlohmann::json;
 
 constexpr std::int64_t kTimeMs = 600'000;
 constexpr std::int64_t kLeadNs = 100'000'000;  // from the word to begin until the first layer: all ranks have heard it
-constexpr std::chrono::minutes kPatience{10};
+constexpr std::chrono::minutes kStreamPatience{10};
 
 struct Chunk {
   std::size_t request;
@@ -105,7 +105,7 @@ class Stream {
     json prepare = {{"do", "prepare"}, {"requests", json::array()}};
     for (std::size_t i = 0; i < job_.tokens.size(); ++i)
       prepare["requests"].push_back({{"request", request(i, 0).number}, {"total", job_.tokens[i]}});
-    return cluster_->workers.ask_all(cluster_->prefill, prepare, kPatience).map([](const auto&) {});
+    return cluster_->workers.ask_all(cluster_->prefill, prepare, kStreamPatience).map([](const auto&) {});
   }
 
   Expected<void> check_memory(const ClusterSpec& spec) const {
@@ -146,7 +146,7 @@ class Stream {
                        {"busy", job_.busy && !warm},
                        {"steps", steps(epoch)},
                        {"begin_at", now_ns() + kLeadNs}};
-    const auto answers = cluster_->workers.ask_all(cluster_->prefill, play, kPatience);
+    const auto answers = cluster_->workers.ask_all(cluster_->prefill, play, kStreamPatience);
     if (!answers) return tl::unexpected(answers.error());
     std::vector<Timed> out(job_.tokens.size());
     for (const json& answer : *answers) note(answer["times"], out);
@@ -167,7 +167,7 @@ class Stream {
   }
 
   Expected<void> finish(const ServedRequest& request, Timed& timed) {
-    if (!cluster_->listen_until([&] { return cluster_->result(request).over(); }, kPatience))
+    if (!cluster_->listen_until([&] { return cluster_->result(request).over(); }, kStreamPatience))
       return fail(Code::deadline, "{} is not over", request.name);
     const ServedResult& result = cluster_->result(request);
     if (!result.landed())
@@ -176,7 +176,7 @@ class Stream {
     timed.landed = result.landed_at;
     timed.bytes = result.bytes;
     for (const WorkerId worker : cluster_->decode) {
-      const auto checked = cluster_->workers.ask(worker, request.command("check"), kPatience);
+      const auto checked = cluster_->workers.ask(worker, request.command("check"), kStreamPatience);
       if (!checked) return tl::unexpected(checked.error());
       timed.wrong_bytes += (*checked)["wrong"].get<std::int64_t>();
     }
@@ -237,7 +237,7 @@ class Stream {
     std::vector<std::string> parts;
     for (const WorkerId worker : cluster_->all()) {
       const std::string file = fmt::format("{}.{}.{}", job_.timeline, getpid(), worker);
-      const auto written = cluster_->workers.ask(worker, {{"do", "trace"}, {"file", file}}, kPatience);
+      const auto written = cluster_->workers.ask(worker, {{"do", "trace"}, {"file", file}}, kStreamPatience);
       if (!written) return tl::unexpected(written.error());
       auto text = read_file(file);
       std::remove(file.c_str());

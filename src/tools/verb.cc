@@ -126,6 +126,22 @@ CLI::Option* add_duration(CLI::App& verb, const std::string& names, std::int64_t
   return add_parsed(verb, names, nanoseconds, what, parse_duration)->type_name("TIME");
 }
 
+CLI::Option* add_log(CLI::App& verb, LogLevel& least) {
+  return verb
+      .add_option_function<std::string>(
+          "--log",
+          [&least](const std::string& text) {
+            for (const LogLevel level : {LogLevel::debug, LogLevel::info, LogLevel::warning, LogLevel::error})
+              if (text == to_string(level)) {
+                least = level;
+                return;
+              }
+            throw CLI::ValidationError("--log", fmt::format("'{}' is no level: write debug, info, warning or error", text));
+          },
+          "What the processes of ranks say on the error output: lines of this level and above (default: error)")
+      ->type_name("LEVEL");
+}
+
 // ---- files ----
 
 namespace {

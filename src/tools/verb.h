@@ -11,6 +11,7 @@
 #include <string>
 
 #include "kvloom/base/error.h"
+#include "kvloom/session/log.h"
 
 // CLI11 is one large header, compiled anew by each file that includes it: the files of verbs do, nobody else.
 namespace CLI {
@@ -58,6 +59,9 @@ Expected<std::int64_t> parse_bytes(const std::string& text);
 
 // "--layer-time 2ms": a length of time, with its unit: ns, us, ms, s.
 CLI::Option* add_duration(CLI::App& verb, const std::string& names, std::int64_t& nanoseconds, const std::string& what);
+
+// "--log debug": the least level of lines that the processes of ranks write to the error output.
+CLI::Option* add_log(CLI::App& verb, LogLevel& least);
 
 // 2ms, 1.5s.  @error parse, out_of_range; the sentence has the text
 Expected<std::int64_t> parse_duration(const std::string& text);

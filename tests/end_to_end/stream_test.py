@@ -10,11 +10,13 @@ import unittest
 CLI = os.environ["KVLOOM_CLI"]
 SOURCE = os.environ["KVLOOM_SOURCE_DIR"]
 DEADLINE = 200  # seconds, for anything that is waited for
+# What AddressSanitizer keeps after it was freed is no growth of ours.
+ENVIRONMENT = {**os.environ, "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":quarantine_size_mb=8"}
 SAMPLES = os.path.join(SOURCE, "samples")
 
 
 def kvloom(*words):
-    return subprocess.run([CLI, *words], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return subprocess.run([CLI, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE, check=False)
 
 
 def stream(model, prefill, decode, *more):
@@ -81,10 +83,18 @@ class Streams(unittest.TestCase):
             (("--trace", "no-such-file"), "no-such-file: can't be read"),
             (("--trace", os.path.join(SAMPLES, "glm-5.2.json")), "glm-5.2.json line 1: not a JSON object"),
             (("--tokens", "100000000", "--requests", "100"), "fewer --requests or --tokens"),
+            (("--tokens", "64", "--log", "loud"), "'loud' is no level: write debug, info, warning or error"),
         ):
             done = kvloom("run", "--model", os.path.join(SAMPLES, "qwen3-0.6b.json"), "--prefill", "tp=1", "--decode", "tp=1", "--stream", *words)
             self.assertIn(sentence, done.stderr)
             self.assertNotEqual(done.returncode, 0)
+
+    def test_ranks_log_what_they_are_asked_to(self):
+        words = ("qwen3-0.6b", "tp=1", "tp=1", "--tokens", "64")
+        self.assertNotIn("kvloom[", stream(*words).stderr)
+        said = stream(*words, "--log", "info").stderr
+        for rank in ("prefill", "decode"):
+            self.assertRegex(said, rf"kvloom\[{rank} rank 0\] info transfer \S+: landed\n")
 
 
 class Soaks(unittest.TestCase):

@@ -78,6 +78,7 @@ struct Decode {
   std::unique_ptr<TargetEndpoint> endpoint;
   std::vector<TargetEvent> events;
   std::map<TransferKey, Tables> tables;
+  bool sleeps = false;  // it is not polled
 
   ~Decode() {
     endpoint.reset();
@@ -107,12 +108,23 @@ struct Request {
   std::int64_t number = 0;  // of its content
 };
 
+inline Request request(std::int64_t tokens, std::int64_t chunk = 1 << 20, std::int64_t prefix = 0, std::string name = "req") {
+  Request out;
+  out.key = {std::move(name), Epoch(1)};
+  out.tokens = tokens;
+  out.chunk = chunk;
+  out.prefix = prefix;
+  out.number = static_cast<std::int64_t>(std::hash<std::string>()(out.key.name) % 1000);
+  return out;
+}
+
 class Cluster {
  public:
   explicit Cluster(CacheShape shape, std::uint64_t seed = 1) : shape_(std::move(shape)), world_(seed), random_(seed) {}
 
   SourceOptions source_options;
   TargetOptions target_options;
+  Sinks source_sinks, target_sinks;  // of all that are added from now on
 
   std::shared_ptr<const Side> side(const std::string& words) { return std::make_shared<const Side>(shapes::side(shape_, words)); }
 
@@ -131,7 +143,7 @@ class Cluster {
     SourceOptions options = source_options;
     options.name = "prefill";
     options.control.address = address;
-    auto made = SourceEndpoint::make(options, *p.transport, p.memory->local);
+    auto made = SourceEndpoint::make(options, *p.transport, p.memory->local, source_sinks);
     ASSERT_TRUE(made) << made.error().message;
     p.endpoint = std::move(*made);
   }
@@ -143,7 +155,7 @@ class Cluster {
       d.transport = world_.endpoint({});
       TargetOptions options = target_options;
       options.name = "decode";
-      auto made = TargetEndpoint::make(options, *d.transport);
+      auto made = TargetEndpoint::make(options, *d.transport, target_sinks);
       ASSERT_TRUE(made) << made.error().message;
       d.endpoint = std::move(*made);
     }
@@ -238,7 +250,7 @@ class Cluster {
     for (auto& p : prefill)
       if (p->endpoint != nullptr) p->endpoint->poll(0ns, p->events);
     for (auto& d : decode)
-      if (d->endpoint != nullptr) d->endpoint->poll(0ns, d->events);
+      if (d->endpoint != nullptr && !d->sleeps) d->endpoint->poll(0ns, d->events);
   }
   testing::AssertionResult drive(const std::function<bool()>& until, std::chrono::nanoseconds at_most = 20s) {
     const Instant end = monotonic_now() + at_most;

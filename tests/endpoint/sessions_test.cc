@@ -194,6 +194,20 @@ class Ranks {
     EXPECT_TRUE(p.session->wait_released(r.key, kLong));
   }
 
+  // All ranks begin, and the first layer is there: every prefill rank that has it has been granted.
+  void begin_all(const Wish& r) {
+    for (auto& d : decode) begin(*d, r);
+    for (auto& p : prefill) {
+      ASSERT_TRUE(p->session->offer({r.key, kLong, false}));
+      Tables tables(1);
+      p->grow(tables, 0, r.tokens, r.tokens, r.number);
+      ASSERT_TRUE(p->session->set_table(r.key, 0, {tables[0], kPoolPages}));
+      p->compute(r.number, LayerId(0), 0, r.tokens, r.tokens, tables);
+      p->session->ready(r.key, LayerId(0), r.tokens);
+    }
+    for (auto& d : decode) EXPECT_TRUE(d->session->wait_layer(r.key, LayerId(0), kLong));
+  }
+
   std::vector<std::unique_ptr<Prefill>> prefill;
   std::vector<std::unique_ptr<Decode>> decode;
 
@@ -375,15 +389,14 @@ TEST(Sessions, ACancelWakesAllWhoWait) {
     Ranks ranks(shapes::mla(), "cp=2:layers", "tp=1");
     auto& target = *ranks.decode[0]->session;
     const Wish r = requests(1)[0];
-    ranks.begin(*ranks.decode[0], r);
-    for (auto& p : ranks.prefill) ASSERT_TRUE(p->session->offer({r.key, kLong, false}));
+    ranks.begin_all(r);  // a cancel that overtakes its grant says nothing to prefill: docs/failures.md
     constexpr int kEach = 2;
     std::latch there(static_cast<std::ptrdiff_t>(kEach * (1 + ranks.prefill.size())));
     std::vector<std::thread> threads;
     for (int i = 0; i < kEach; ++i) {
       threads.emplace_back([&] {
         there.count_down();
-        EXPECT_TRUE(shapes::says(target.wait_layer(r.key, LayerId(0), kLong), "enough"));
+        EXPECT_TRUE(shapes::says(target.wait_layer(r.key, LayerId(ranks.layers() - 1), kLong), "enough"));
         EXPECT_NE(target.wait(r.key, kLong).value().outcome, Outcome::landed);
         EXPECT_TRUE(target.wait_released(r.key, kLong));
       });
@@ -408,18 +421,7 @@ TEST(Sessions, ASessionThatIsDestroyedFailsItsOpenTransfersAtItsPeers) {
   for (const bool target_goes : {true, false}) {
     Ranks ranks(shapes::mla(), "cp=2:layers", "tp=1");
     const std::vector<Wish> all = requests(3);
-    for (const Wish& r : all) {
-      ranks.begin(*ranks.decode[0], r);
-      for (auto& p : ranks.prefill) {
-        ASSERT_TRUE(p->session->offer({r.key, kLong, false}));
-        Tables tables(1);
-        p->grow(tables, 0, r.tokens, r.tokens, r.number);
-        ASSERT_TRUE(p->session->set_table(r.key, 0, {tables[0], kPoolPages}));
-        p->compute(r.number, LayerId(0), 0, r.tokens, r.tokens, tables);
-        p->session->ready(r.key, LayerId(0), r.tokens);
-      }
-    }
-    for (const Wish& r : all) ASSERT_TRUE(ranks.decode[0]->session->wait_layer(r.key, LayerId(0), kLong));
+    for (const Wish& r : all) ranks.begin_all(r);
     if (target_goes) {
       ranks.decode[0] = nullptr;  // with its memory
       for (const Wish& r : all)
