@@ -4,6 +4,7 @@
 #pragma once
 
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <functional>
@@ -75,6 +76,7 @@ class EndpointThread {
  private:
   void run() {
     transport_.take_over();
+    prctl(PR_SET_TIMERSLACK, 1000);  // ns: naps beside a device are a few microseconds
     std::vector<Event> events;
     while (!stopping_) {
       do_work();

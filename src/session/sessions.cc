@@ -61,8 +61,8 @@ Expected<void> SourceSession::set_table(const TransferKey& key, std::int32_t gro
   return thread_.ask([&](SourceEndpoint& endpoint) { return endpoint.set_table(key, group, std::move(table)); });
 }
 
-void SourceSession::ready(const TransferKey& key, LayerId layer, std::int64_t tokens) {
-  thread_.post([=](SourceEndpoint& endpoint) { endpoint.ready(key, layer, tokens); });
+void SourceSession::ready(const TransferKey& key, LayerId layer, std::int64_t tokens, std::shared_ptr<DeviceWork> after) {
+  thread_.post([=, after = std::move(after)](SourceEndpoint& endpoint) { endpoint.ready(key, layer, tokens, after); });
 }
 
 Expected<void> SourceSession::payload(const TransferKey& key, std::vector<std::byte> bytes) {

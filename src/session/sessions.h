@@ -89,7 +89,7 @@ class SourceSession {
 
   Expected<void> offer(const Offer& offer);
   Expected<void> set_table(const TransferKey& key, std::int32_t group, CacheTable table);
-  void ready(const TransferKey& key, LayerId layer, std::int64_t tokens);
+  void ready(const TransferKey& key, LayerId layer, std::int64_t tokens, std::shared_ptr<DeviceWork> after = nullptr);
   Expected<void> payload(const TransferKey& key, std::vector<std::byte> bytes);
   void cancel(const TransferKey& key, std::string why);
 

@@ -93,9 +93,13 @@ Expected<void> SourceEndpoint::set_table(const TransferKey& key, std::int32_t gr
   return {};
 }
 
-void SourceEndpoint::ready(const TransferKey& key, LayerId layer, std::int64_t tokens) {
+void SourceEndpoint::ready(const TransferKey& key, LayerId layer, std::int64_t tokens, std::shared_ptr<DeviceWork> after) {
   const auto at = transfers_.find(key);
   if (at == transfers_.end()) return;
+  if (after != nullptr) {
+    pending_.push_back({key, layer, tokens, std::move(after)});
+    return;
+  }
   const Instant here = now();
   at->second.last_ready = here;
   telemetry_.ready(key, layer, tokens, here);
@@ -129,11 +133,12 @@ bool SourceEndpoint::poll(std::chrono::nanoseconds wait, std::vector<SourceEvent
   const auto sleep = [&] {
     const auto armed = transport_.arm();
     if (!armed) return;
+    const auto most = pending_.empty() ? wait : std::min(wait, options_.device_nap);
     std::vector<int> fds = control_->fds();
     fds.push_back(*armed);
     if (wake >= 0) fds.push_back(wake);
     const Instant due = deadline();
-    wait_readable(fds, due == kNever ? wait : std::min(wait, due - now()));
+    wait_readable(fds, due == kNever ? most : std::min(most, due - now()));
   };
   return poll_once(
       happened_, events, wait > wait.zero(), [&] { return step(); }, sleep);
@@ -146,6 +151,7 @@ bool SourceEndpoint::step() {
   stepped_ = here;
   bool did = read_control();
   did |= read_transport();
+  did |= read_device();
   did |= tell_done();
   did |= let_posts_go();
   tick();
@@ -179,6 +185,22 @@ bool SourceEndpoint::read_transport() {
       if (const auto at = peers_.find(down->peer); at != peers_.end()) lose(at->second->partner, down->reason);
   }
   return did || !heard_.empty();
+}
+
+bool SourceEndpoint::read_device() {
+  bool did = false;
+  while (!pending_.empty()) {
+    const auto done = pending_.front().after->is_done();
+    if (done && !*done) break;
+    const Pending next = std::move(pending_.front());
+    pending_.pop_front();
+    did = true;
+    if (done)
+      ready(next.key, next.layer, next.tokens);
+    else
+      cancel(next.key, fmt::format("layer {} was not computed: {}", next.layer.value, done.error().message));
+  }
+  return did;
 }
 
 bool SourceEndpoint::tell_done() {

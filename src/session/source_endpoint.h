@@ -21,12 +21,15 @@
 #include "kvloom/session/source_book.h"
 #include "kvloom/session/telemetry.h"
 #include "kvloom/session/wire.h"
+#include "kvloom/transport/device_work.h"
 
 namespace kvloom {
 
 struct SourceOptions : EndpointOptions {
   ControlServerOptions control;
   PaceLimits pace;
+  // While layers are computed on a device, it is asked this often: half of it is how late a layer leaves, on average. 0: without a pause.
+  std::chrono::nanoseconds device_nap = std::chrono::microseconds(5);
 };
 
 // What the engine is going to compute.
@@ -71,8 +74,9 @@ class SourceEndpoint {
   // The pages of the request's tokens so far, of one group (index in Side::groups()); longer ones may follow. Of a transfer that is over: nothing.
   // @error out_of_range: an id outside of the pool; invalid_argument: no such group, a table that takes back what it has said
   Expected<void> set_table(const TransferKey& key, std::int32_t group, CacheTable table);
-  // Tokens below `tokens` are computed for this layer, and in the tables.
-  void ready(const TransferKey& key, LayerId layer, std::int64_t tokens);
+  // Tokens below `tokens` are computed for this layer, and in the tables; with `after`: will be, once this is done. Work is looked at in the
+  // order of being told, as one stream does it. Where it breaks down, the transfer is cancelled with its reason.
+  void ready(const TransferKey& key, LayerId layer, std::int64_t tokens, std::shared_ptr<DeviceWork> after = nullptr);
   // @error invalid_argument: over kMaxPayload bytes
   Expected<void> payload(const TransferKey& key, std::vector<std::byte> bytes);
   void cancel(const TransferKey& key, std::string why);
@@ -130,6 +134,12 @@ class SourceEndpoint {
     Bytes written;
     std::vector<std::vector<Run>> runs;  // lent to the transport
   };
+  struct Pending {  // ready, once `after` is done
+    TransferKey key;
+    LayerId layer;
+    std::int64_t tokens = 0;
+    std::shared_ptr<DeviceWork> after;  // shared with whoever made it
+  };
   struct Done {  // to be told to the book, not from inside of what it said
     TransferKey key;
     SendId id;
@@ -142,6 +152,7 @@ class SourceEndpoint {
   bool step();
   bool read_control();
   bool read_transport();
+  bool read_device();
   bool tell_done();
   bool let_posts_go();
   void tick();
@@ -203,6 +214,7 @@ class SourceEndpoint {
   std::uint64_t next_partner_ = 1, next_open_ = 1;
   std::unordered_map<std::uint64_t, OpenPost> open_;             // by our own number
   std::unordered_map<std::uint64_t, std::uint64_t> operations_;  // PostId to the number of its OpenPost
+  std::deque<Pending> pending_;
   std::vector<Done> done_;
   Counts counts_;
   std::vector<Event> heard_;  // of the transport, being read

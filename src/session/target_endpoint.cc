@@ -8,7 +8,7 @@
 namespace kvloom {
 namespace {
 
-constexpr std::chrono::minutes kKept{10};  // a connection that nobody uses
+constexpr std::chrono::minutes kKeptUnused{10};  // a connection that nobody uses
 
 }  // namespace
 
@@ -16,6 +16,7 @@ constexpr std::chrono::minutes kKept{10};  // a connection that nobody uses
 
 Expected<std::unique_ptr<TargetEndpoint>> TargetEndpoint::make(TargetOptions options, Transport& transport, Sinks sinks) {
   if (auto ok = check_options(options); !ok) return tl::unexpected(ok.error());
+  if (options.copy_bytes.value <= 0) options.copy_bytes = transport.abilities().copy_a_poll;
   if (transport.address().empty())
     return fail(Code::invalid_argument, "the transport {} does not listen: prefill ranks could not reach it",
                 transport.abilities().name);
@@ -31,6 +32,7 @@ TargetEndpoint::TargetEndpoint(TargetOptions options, Transport& transport, Sink
 
 // Nothing lands any more once nobody counts it; and peers hear at once that nobody is here.
 TargetEndpoint::~TargetEndpoint() {
+  for (const auto& [key, gate] : gates_) gate->over();
   for (const auto& [peer, partner] : peers_) std::ignore = transport_.fence(peer);
 }
 
@@ -112,6 +114,7 @@ Expected<void> TargetEndpoint::begin(Want want) {
   for (const CacheTable& table : want.tables) pages += static_cast<std::int64_t>(table.pages.size());
   telemetry_.opened(want.key, pages, here);
   const TransferKey key = want.key;
+  if (want.gate != nullptr) gates_[key] = want.gate;
   waiting_.emplace(key, Waiting{std::move(want), here, until});
   changed_ = true;
   for (const SourceAddress& source : waiting_.at(key).want.sources)
@@ -237,7 +240,7 @@ void TargetEndpoint::tick() {
                   fmt::format("not a word for {} ms: frozen, or cut off", options_.silence / std::chrono::milliseconds(1))});
     if (link.at == Link::At::up && link.pulse.is_due(here, options_.heartbeat)) tell(link, Ping{});
     if (!link.transfers.empty() || is_wanted(link)) link.used = here;
-    if (here - link.used > kKept && link.socket != nullptr) {
+    if (here - link.used > kKeptUnused && link.socket != nullptr) {
       if (link.at != Link::At::idle) lose(link, {Code::unavailable, Scope::peer, "not used any more"});
       link.socket.reset();
     }
@@ -362,6 +365,7 @@ ReceiverJob TargetEndpoint::job_of(const Want& want, const LocalCache& cache, co
 void TargetEndpoint::fail_waiting(const TransferKey& key, Outcome outcome, Error why) {
   const auto waiting = waiting_.extract(key);  // `key` may be the map's own
   const TransferKey& kept = waiting.key();
+  open_gate(kept);
   telemetry_.ended(kept, outcome, why, now());
   telemetry_.released(kept, now());
   happened_.emplace_back(TargetEnded{kept, outcome, std::move(why), {}, Bytes(0), now()});
@@ -403,10 +407,12 @@ void TargetEndpoint::obey(const TransferKey& key, PartnerId source, Receiver::Ac
   } else if (std::holds_alternative<Receiver::FenceOff>(action)) {
     if (link != nullptr) lose(*link, {Code::unavailable, Scope::peer, "it does not answer: fenced off"});
   } else if (const auto* layer = std::get_if<Receiver::Publish>(&action)) {
+    if (const auto gate = gates_.find(key); gate != gates_.end()) gate->second->landed(layer->layer);
     telemetry_.layer_landed(key, layer->layer, now());
     happened_.emplace_back(LayerLanded{key, layer->layer});
   } else if (auto* end = std::get_if<Receiver::End>(&action)) {
     const Bytes bytes = end->outcome == Outcome::landed ? owed_[key] : Bytes(0);
+    open_gate(key);
     telemetry_.landed(bytes);
     telemetry_.ended(key, end->outcome, end->why, now());
     if (book_.find(key) != nullptr) telemetry_.quarantined(key);  // else it is released in this very step
@@ -416,6 +422,12 @@ void TargetEndpoint::obey(const TransferKey& key, PartnerId source, Receiver::Ac
     telemetry_.released(key, now());
     happened_.emplace_back(TargetReleased{key});
   }
+}
+
+// Nobody waits at the gate of what has ended.
+void TargetEndpoint::open_gate(const TransferKey& key) {
+  const auto gate = gates_.extract(key);
+  if (!gate.empty()) gate.mapped()->over();
 }
 
 void TargetEndpoint::over(const TransferKey& key) {

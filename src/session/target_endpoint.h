@@ -19,12 +19,13 @@
 #include "kvloom/session/target_book.h"
 #include "kvloom/session/telemetry.h"
 #include "kvloom/session/wire.h"
+#include "kvloom/transport/device_work.h"
 
 namespace kvloom {
 
 struct TargetOptions : EndpointOptions {
   std::optional<CurveKeys> keys;
-  Bytes copy_bytes = Bytes(16 << 20);  // that one poll lands, where the target copies: a millisecond or two
+  Bytes copy_bytes;  // that one poll lands, where the target copies; 0: as the transport likes it (Abilities::copy_a_poll)
 };
 
 // Where a prefill rank listens.
@@ -42,6 +43,7 @@ struct Want {
   TokenRange range;                    // [prefix, total)
   std::vector<CacheTable> tables;      // [groups of our side]; may be empty for groups that the source has not
   std::chrono::nanoseconds time{};     // from now on; then it has failed
+  std::shared_ptr<LayerGate> gate;     // shared with the stream that waits there; may be none
 };
 
 // All bytes of this layer, and of all layers of ours before it, are there and visible.
@@ -155,6 +157,7 @@ class TargetEndpoint {
   void obey(std::vector<TargetBook::Action>& actions);
   void obey(const TransferKey& key, PartnerId source, Receiver::Action& action);
   void over(const TransferKey& key);
+  void open_gate(const TransferKey& key);
 
   Instant now() const { return options_.clock(); }
 
@@ -172,7 +175,8 @@ class TargetEndpoint {
   std::map<PartnerId, Link*> partners_;  // of links that are up; into links_
   std::map<PeerId, PartnerId> peers_;    // also of connections that are lost, until nothing of them can land
   std::map<TransferKey, Waiting> waiting_;
-  std::map<TransferKey, Bytes> owed_;  // of those that the book has
+  std::map<TransferKey, Bytes> owed_;                        // of those that the book has
+  std::map<TransferKey, std::shared_ptr<LayerGate>> gates_;  // of those that have not ended
   bool sent_ = false;
   bool changed_ = false;  // what waits may begin now
   bool untold_ = false;   // a geometry was not taken by its socket: to be told again

@@ -52,6 +52,9 @@ struct Abilities {
   bool source_must_be_allocated = false;  // a write may only read memory from allocate(), not from register_memory()
   bool crosses_processes = false;
   bool crosses_hosts = false;
+  Bytes copy_a_poll{
+      16
+      << 20};  // how much one poll had best copy: a CPU a millisecond or two; what copies beside us, as much as may be under way
   Bytes max_notice_bytes;
 };
 

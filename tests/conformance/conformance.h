@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,20 @@
 
 namespace kvloom {
 
-// Makes endpoints that can reach each other by address. In a ProcessConformance every process has a world of its own.
+// Memory of a test, to be registered.
+class ConformanceMemory {
+ public:
+  ConformanceMemory() = default;
+  ConformanceMemory(const ConformanceMemory&) = delete;
+  ConformanceMemory& operator=(const ConformanceMemory&) = delete;
+  virtual ~ConformanceMemory() = default;
+  virtual std::span<std::byte> span() const = 0;  // [length], bytes
+};
+
+// Makes endpoints that can reach each other by address, and the memory that they move. The CPU may have no access to that, so the
+// cases touch it (and regions from allocate) by put and get only; as defined here these three are for host memory.
+// In a ProcessConformance every process has a world of its own, made after the fork. A device that a fork would break can be
+// tested too: its ConformanceCase must not touch it, only the world, and each test needs a process of its own (ctest sees to it).
 class ConformanceWorld {
  public:
   ConformanceWorld() = default;
@@ -26,6 +40,16 @@ class ConformanceWorld {
   ConformanceWorld& operator=(const ConformanceWorld&) = delete;
   virtual ~ConformanceWorld() = default;
   virtual std::unique_ptr<Transport> endpoint(std::vector<std::byte> hello) = 0;
+
+  // Of the kind that the transport registers, zeroed before this returns.
+  virtual std::unique_ptr<ConformanceMemory> memory(Bytes length);
+  // In place before this returns: every copy that begins later reads it, in this process or another.  @pre no more than `to`
+  virtual void put(std::span<std::byte> to, std::span<const std::byte> bytes);
+  // What is there now. It waits for no copy of the transport, else it would hide one that runs when none should.
+  virtual std::vector<std::byte> get(std::span<const std::byte> from);
+
+  // Fills it, and returns what it put.
+  std::vector<std::byte> put_random(std::span<std::byte> to, std::uint64_t seed);
 };
 
 struct ConformanceCase {
@@ -64,8 +88,13 @@ struct Party {
   std::string text() const;  // all events, for failures
 };
 
-// Polls the sides until `done`, or the deadline. False if it never was.
+// Polls the sides until `done`, or the deadline. False if it never was. Copies may run by themselves and be told some polls
+// later: whoever awaits an outcome drives, and never counts polls.
 bool drive(std::vector<Party*> sides, const std::function<bool()>& done);
+
+// Whether the memory is as it was when nothing was to land any more, and stays so: polls on and reads it again, several times.
+bool stands_still(ConformanceWorld& world, std::span<const std::byte> memory, std::span<const std::byte> still,
+                  std::vector<Party*> sides);
 
 // Runs as the interface has them, carried out piece by piece: the slow twin.
 void copy_slowly(std::span<std::byte> target, std::span<const std::byte> source, std::span<const Run> runs);
@@ -80,11 +109,15 @@ inline constexpr Tag kTag{77};
 
 // A source and a target that know each other: the target's memory is lent, filled and known by its key, kTag is admitted.
 struct ConformancePair {
+  explicit ConformancePair(ConformanceWorld& of) : world(of) {}
+
+  ConformanceWorld& world;
   Party source;
   Party target;
   PeerId to_target;  // the target, as the source knows it
   PeerId to_source;
-  std::vector<std::byte> memory;  // the target's
+  std::unique_ptr<ConformanceMemory> memory;  // the target's
+  std::vector<std::byte> sent;                // what `from` holds
   Region from;
   Region to;
   RemoteRegion remote;
@@ -93,18 +126,21 @@ struct ConformancePair {
   Write write(const std::vector<Run>& runs, Tag tag = kTag) const { return {from.id(), remote, tag, runs}; }
   Write write(std::vector<Run>&&, Tag = kTag) const = delete;
   Write write() const { return {from.id(), remote, kTag, {}}; }
-  // What the target's memory should be after these runs.
+  // What the target's memory holds now.
+  std::vector<std::byte> landed() const { return world.get(memory->span()); }
+  // What it should hold after these runs.
   std::vector<std::byte> after(std::span<const Run> runs) const;
 };
 
 class TransportConformance : public testing::TestWithParam<ConformanceCase> {
  protected:
-  void SetUp() override { world_ = GetParam().world(); }
+  ConformanceWorld& world();  // made when it is first asked for: a ProcessConformance forks before that
   Party side(std::string_view hello = "");
   // Connects a to b; their ids of each other, b's at a first.
   std::pair<PeerId, PeerId> connect(Party& a, Party& b);
   std::unique_ptr<ConformancePair> pair(Bytes source = Bytes(1 << 20), Bytes target = Bytes(1 << 20));
 
+ private:
   std::unique_ptr<ConformanceWorld> world_;
 };
 

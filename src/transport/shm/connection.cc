@@ -28,7 +28,7 @@ Connection::Connection(PeerId id, Fd socket, SharedMemory outbox, OutboxShape sh
       outbox_memory_(std::move(outbox)),
       outbox_(fresh_outbox(outbox_memory_, shape)),
       outgoing_(id, outbox_, around.events),
-      incoming_(id, outbox_, around.regions, around.crew, around.events) {
+      incoming_(id, outbox_, around.regions, around.device, around.events) {
   watch(socket_, id.value);
 }
 
@@ -44,7 +44,7 @@ void Connection::watch(const Fd& fd, std::uint64_t data) {
 }
 
 Expected<void> Connection::greet(std::span<const std::byte> hello) {
-  const Message message{Kind::hello, 0, kProtocol, outbox_.shape().slots, outbox_.shape().answers};
+  const Message message{Kind::hello, 0, around_.device.protocol(), outbox_.shape().slots, outbox_.shape().answers};
   if (send(socket_, message, hello, &outbox_memory_.fd) == Sent::yes) return {};
   return fail(Scope::peer, Code::unavailable, "the peer hung up before it was greeted");
 }
@@ -53,18 +53,21 @@ void Connection::read_socket() {
   for (int i = 0; i < kMostMessages && state_ != State::down; ++i) {
     auto received = receive(socket_);
     if (received && !*received) return;
-    const auto ok = received ? take(**received) : tl::unexpected(received.error());
+    const auto ok = received ? take(std::move(**received)) : tl::unexpected(received.error());
     if (!ok) close(ok.error());
   }
 }
 
-Expected<void> Connection::take(const Received& received) {
+Expected<void> Connection::take(Received received) {
   const Message& m = received.message;
   if ((m.kind == Kind::hello) != (state_ == State::greeting))
     return fail(Scope::peer, Code::parse, "the peer's greeting is not its first message, or came twice");
   switch (m.kind) {
     case Kind::hello: return take_hello(received);
-    case Kind::offer: return incoming_.offer(RegionId(m.a), received.fd, m.b);
+    case Kind::offer:
+      return incoming_.offer(RegionId(m.a), Bytes(static_cast<std::int64_t>(m.b)), std::move(received.tail),
+                             std::move(received.fd), m.c);
+    case Kind::more: return incoming_.offer_more(RegionId(m.a), std::move(received.fd));
     case Kind::withdraw: incoming_.withdraw(RegionId(m.a)); return {};
     case Kind::bell: return {};
   }
@@ -73,7 +76,8 @@ Expected<void> Connection::take(const Received& received) {
 
 Expected<void> Connection::take_hello(const Received& hello) {
   const Message& m = hello.message;
-  if (m.a != kProtocol) return fail(Scope::peer, Code::unsupported, "the peer speaks protocol {:#x}, we {:#x}", m.a, kProtocol);
+  const std::uint64_t ours = around_.device.protocol();
+  if (m.a != ours) return fail(Scope::peer, Code::unsupported, "the peer speaks protocol {:#x}, we {:#x}", m.a, ours);
   const OutboxShape shape{m.b, m.c};
   if (!shape.valid()) return fail(Scope::peer, Code::parse, "the peer's outbox has {} slots and {} answers", m.b, m.c);
   auto mapping = map_peer_memory(hello.fd, shape.bytes());
@@ -81,7 +85,7 @@ Expected<void> Connection::take_hello(const Received& hello) {
   inbox_memory_ = std::move(*mapping);
   inbox_ = OutboxView(inbox_memory_.memory().data(), shape);
   outgoing_.attach(inbox_);
-  incoming_.attach(inbox_);
+  if (auto ok = incoming_.attach(inbox_, hello.pid); !ok) return fail(Scope::peer, ok.error().code, "{}", ok.error().message);
   death_watch_ = watch_process(hello.pid);
   if (death_watch_) watch(death_watch_, id_.value | kDeathBit);
   state_ = State::up;
@@ -159,6 +163,7 @@ void Connection::close(Error reason) {
   const bool tell = announced_ || state_ == State::up;
   state_ = State::down;
   outbox_.header().closed.store(1);
+  incoming_.drain();
   // Forked children may hold copies of these descriptors: say it, do not only drop ours.
   shutdown(socket_.get(), SHUT_RDWR);
   epoll_ctl(around_.epoll.get(), EPOLL_CTL_DEL, socket_.get(), nullptr);

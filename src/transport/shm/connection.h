@@ -19,7 +19,7 @@ namespace kvloom::shm {
 struct Surroundings {
   const Fd& epoll;
   const LocalRegions& regions;
-  CopyCrew& crew;
+  Device& device;
   std::vector<Event>& events;
 };
 
@@ -54,12 +54,12 @@ class Connection {
   bool sleep();
   void wake();
 
-  // @post the peer's memory is unmapped, ours is no longer believed by it, and everything open is completed with the reason
+  // @post nothing of the peer is copied any more, ours is no longer believed by it, and everything open is completed with the reason
   void close(Error reason);
 
  private:
   Expected<bool> try_turn(Bytes& budget);
-  Expected<void> take(const Received& received);
+  Expected<void> take(Received received);
   Expected<void> take_hello(const Received& hello);
   void watch(const Fd& fd, std::uint64_t data);
   void ring_bell();

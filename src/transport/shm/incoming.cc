@@ -1,7 +1,5 @@
 #include "kvloom/transport/shm/incoming.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -12,10 +10,8 @@ namespace kvloom::shm {
 namespace {
 
 constexpr std::size_t kMostJobs = 2048;           // of one flush
-constexpr std::int64_t kBatch = 8 << 20;          // bytes of one flush: half a millisecond of copying, so the threads meet seldom
 constexpr std::size_t kMostSources = 4096;        // regions that a peer may offer
 constexpr std::int64_t kMostMapped = 1ll << 44;   // bytes of them: 16 TiB of addresses
-constexpr std::int64_t kPrefault = 1ll << 30;     // bytes of a region whose page table entries are made at once
 constexpr std::int64_t kSlotCharge = kSlotBytes;  // what a slot costs of a budget, so that slots without bytes end a poll as well
 
 // A line that the peer reads in a loop is only touched when there is news.
@@ -25,27 +21,71 @@ void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) {
 
 }  // namespace
 
-Incoming::Incoming(PeerId peer, OutboxView ours, const LocalRegions& regions, CopyCrew& crew, std::vector<Event>& events)
-    : peer_(peer), ours_(ours), regions_(regions), crew_(crew), events_(events) {
+Incoming::Incoming(PeerId peer, OutboxView ours, const LocalRegions& regions, Device& device, std::vector<Event>& events)
+    : peer_(peer), ours_(ours), regions_(regions), device_(device), events_(events) {
   jobs_.reserve(kMostJobs);
 }
 
-Expected<void> Incoming::offer(RegionId region, const Fd& fd, std::uint64_t length) {
-  if (length > static_cast<std::uint64_t>(kMostMapped))
-    return fail(Scope::peer, Code::invalid_argument, "the peer offers a region of {} bytes", length);
-  const Bytes bytes(static_cast<std::int64_t>(length));
-  std::int64_t mapped = bytes.value;
-  for (const auto& [id, mapping] : sources_) mapped += static_cast<std::int64_t>(mapping.memory().size());
-  if (sources_.size() >= kMostSources || mapped > kMostMapped) {
-    return fail(Scope::peer, Code::exhausted, "the peer offers more than {} regions or {} bytes", kMostSources, kMostMapped);
-  }
-  auto mapping = map_peer_memory(fd, bytes);
-  if (!mapping)
-    return fail(Scope::peer, mapping.error().code, "the peer offers region {}: {}", region.value, mapping.error().message);
-  madvise(mapping->memory().data(), static_cast<std::size_t>(std::min(bytes.value, kPrefault)), MADV_POPULATE_READ);
-  if (!sources_.emplace(region.value, std::move(*mapping)).second)
-    return fail(Scope::peer, Code::parse, "the peer offers region {} twice", region.value);
+Expected<void> Incoming::attach(OutboxView theirs, int pid) {
+  auto queue = device_.queue();
+  if (!queue) return tl::unexpected(queue.error());
+  queue_ = std::move(*queue);
+  theirs_ = theirs;
+  pid_ = pid;
   return {};
+}
+
+Expected<void> Incoming::offer(RegionId region, Bytes length, std::vector<std::byte> words, Fd fd, std::uint64_t more) {
+  if (length.value <= 0 || length.value > kMostMapped)
+    return fail(Scope::peer, Code::invalid_argument, "the peer offers a region of {} bytes",
+                static_cast<std::uint64_t>(length.value));
+  std::int64_t mapped = length.value;
+  for (const auto& [id, memory] : sources_) mapped += static_cast<std::int64_t>(memory->memory().size());
+  if (sources_.size() >= kMostSources || mapped > kMostMapped || more >= kMostDescriptors) {
+    return fail(Scope::peer, Code::exhausted, "the peer offers more than {} regions, {} bytes or {} descriptors of one",
+                kMostSources, kMostMapped, kMostDescriptors);
+  }
+  if (offered_ || sources_.contains(region.value))
+    return fail(Scope::peer, Code::parse, "the peer offers region {} twice, or inside of another offer", region.value);
+  Offer offer{length, std::move(words), {}, pid_};
+  if (fd) offer.descriptors.push_back(std::move(fd));
+  if (more == 0) return map(region, std::move(offer));
+  offered_ = Offered{region, std::move(offer), more};
+  return {};
+}
+
+Expected<void> Incoming::offer_more(RegionId region, Fd fd) {
+  if (!offered_ || offered_->region != region)
+    return fail(Scope::peer, Code::parse, "the peer sends a descriptor of region {}, which it does not offer", region.value);
+  offered_->offer.descriptors.push_back(std::move(fd));
+  if (--offered_->more > 0) return {};
+  Offered offered = *std::exchange(offered_, {});
+  return map(region, std::move(offered.offer));
+}
+
+Expected<void> Incoming::map(RegionId region, Offer offer) {
+  auto memory = device_.map(std::move(offer));
+  if (!memory)
+    return fail(Scope::peer, memory.error().code, "the peer offers region {}: {}", region.value, memory.error().message);
+  sources_.emplace(region.value, std::move(*memory));
+  return {};
+}
+
+void Incoming::withdraw(RegionId region) {
+  drain();  // a peer that keeps to the protocol has no write open that reads it
+  sources_.erase(region.value);
+}
+
+void Incoming::drain() {
+  if (queue_ != nullptr) queue_->drain();
+}
+
+void Incoming::revoke(Tag tag) {
+  if (admitted_.erase(tag.value) == 0) return;
+  drain();
+  for (Batch& batch : batches_)
+    for (Told& told : batch.told)
+      if (told.tag == tag) told = {tag, {Outcome::not_admitted, 0}, {}};
 }
 
 Expected<std::uint64_t> Incoming::available() const {
@@ -60,11 +100,22 @@ Expected<bool> Incoming::consume(Bytes& budget) {
   const bool resumed = partial_.has_value();
   missing_.reset();
   if (auto ok = recheck(); !ok) return tl::unexpected(ok.error());
-  if (partial_) {
+  Bytes left = std::min(budget, queue_->room());
+  budget -= left;
+  if (auto ok = take_slots(left); !ok) return tl::unexpected(ok.error());
+  budget += left;
+  if (auto ok = flush(); !ok) return tl::unexpected(ok.error());
+  const auto settled = settle();
+  if (!settled) return settled;
+  return resumed || *settled || taken_ != before;
+}
+
+Expected<void> Incoming::take_slots(Bytes& budget) {
+  if (partial_ && budget.value > 0) {
     const Partial partial = *std::exchange(partial_, {});
     if (!current_->refused) add_job(partial.job, partial.done, budget);
     if (!partial_ && current_->parts_left == 0) {
-      if (auto ok = finish(); !ok) return tl::unexpected(ok.error());
+      if (auto ok = finish(); !ok) return ok;
     }
   }
   while (budget.value > 0 && !partial_ && !missing_) {
@@ -72,11 +123,10 @@ Expected<bool> Incoming::consume(Bytes& budget) {
     if (!count) return tl::unexpected(count.error());
     if (*count == 0) break;
     for (std::uint64_t i = 0; i < *count && budget.value > 0 && !partial_ && !missing_; ++i) {
-      if (auto ok = take_slot(budget); !ok) return tl::unexpected(ok.error());
+      if (auto ok = take_slot(budget); !ok) return ok;
     }
   }
-  if (auto ok = flush(); !ok) return tl::unexpected(ok.error());
-  return resumed || taken_ != before;
+  return {};
 }
 
 bool Incoming::has_news() {
@@ -107,7 +157,7 @@ Expected<void> Incoming::take_slot(Bytes& budget) {
   ++taken_;
   budget -= Bytes(kSlotCharge);
   if (current_->parts_left == 0 && !partial_) return finish();
-  if (jobs_.size() == kMostJobs || end_ - begin_ >= kBatch) return flush();
+  if (jobs_.size() == kMostJobs || end_ - begin_ >= queue_->batch().value) return flush();
   return {};
 }
 
@@ -129,9 +179,9 @@ Expected<void> Incoming::begin(const Slot& slot) {
     current.source = slot.write.source;
     current.target = slot.write.target;
     current.parts_left = slot.write.runs;
-    current.from = source->second.memory();
+    current.from = source->second->memory();
     if (const auto target = regions_.find(current.target); target != regions_.end()) {
-      current.to = target->second.memory;
+      current.to = target->second->memory();
     } else {
       current.refused = Outcome::no_region;
     }
@@ -194,30 +244,48 @@ Expected<void> Incoming::finish() {
   Current done = *std::exchange(current_, {});
   if (done.refused) {
     admitted_.erase(done.tag.value);  // so that no later notice of this tag claims what did not come
-    answers_.push_back({*done.refused, 0});
+    told_now_.push_back({done.tag, {*done.refused, 0}, {}});
     return {};
   }
-  answers_.push_back({Outcome::delivered, done.bytes});
+  told_now_.push_back({done.tag, {Outcome::delivered, done.bytes}, {}});
   if (done.write) return {};
-  if (auto ok = flush(); !ok) return ok;
-  events_.emplace_back(Notice{peer_, done.tag, std::move(done.payload)});
+  told_now_.back().notice = std::move(done.payload);
+  return flush();
+}
+
+// Begins to copy what was collected. What is at hand at once is told at once, so that the ring moves on.
+Expected<void> Incoming::flush() {
+  if (end_ > begin_) {
+    if (auto ok = queue_->start(jobs_, begin_, end_); !ok) return fail(Scope::peer, ok.error().code, "{}", ok.error().message);
+    ++starts_;
+  }
+  jobs_.clear();
+  begin_ = end_ = 0;
+  if (!told_now_.empty()) batches_.push_back({std::exchange(told_now_, {}), starts_});
+  publish(ours_.header().consumed, taken_);
+  const auto settled = settle();
+  if (!settled) return tl::unexpected(settled.error());
   return {};
 }
 
-// Copies what was collected, and only then says so: to the source by answers, to our owner by notices.
-Expected<void> Incoming::flush() {
-  if (end_ > begin_) crew_.run(jobs_, begin_, end_);
-  jobs_.clear();
-  begin_ = end_ = 0;
+// Tells what is finished: to the source by answers, to our owner by notices.
+Expected<bool> Incoming::settle() {
+  const auto finished = queue_->finished();
+  if (!finished) return fail(Scope::peer, finished.error().code, "{}", finished.error().message);
   // A source that gives up on us says so before it uses its memory again. If it had not when all was read, what we read was what
   // it posted.
   load_fence();
   if (theirs_.header().closed.load() != 0) return fail(Scope::peer, Code::unavailable, "the peer closed the connection");
-  for (const Answer& answer : answers_) ours_.put(ours_.answer(answered_++), answer);
-  answers_.clear();
+  bool any = false;
+  for (; !batches_.empty() && batches_.front().starts <= *finished; batches_.pop_front()) {
+    any = true;
+    for (Told& told : batches_.front().told) {
+      ours_.put(ours_.answer(answered_++), told.answer);
+      if (told.notice) events_.emplace_back(Notice{peer_, told.tag, std::move(*told.notice)});
+    }
+  }
   publish(ours_.header().answered, answered_);
-  publish(ours_.header().consumed, taken_);
-  return {};
+  return any;
 }
 
 }  // namespace kvloom::shm

@@ -2,44 +2,47 @@
 // We copy for ourselves, out of the source's memory (mapped read-only) into our own (which no peer has mapped). So what lands is
 // decided here and nowhere else: a frozen source can't write, and fencing is to stop copying.
 // docs/decisions/0002-who-copies-in-shm.md says why and what it costs.
-// Law: every number of the peer is copied out of the shared memory first, then checked, then used.  Thread: the transport's, and
-// its copy crew inside consume.
+// Copies may run beside us (device.h): what they bring is a batch, told once they are finished, in order. Whoever takes memory away from
+// under them, or the right to write there, drains them first.
+// Law: every number of the peer is copied out of the shared memory first, then checked, then used.  Thread: the transport's.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
-#include "kvloom/transport/copy_crew.h"
+#include "kvloom/transport/shm/device.h"
 #include "kvloom/transport/shm/outbox.h"
 #include "kvloom/transport/transport.h"
 
 namespace kvloom::shm {
 
-// A region as its transport keeps it.
-struct LocalRegion {
-  std::span<std::byte> memory;  // [length], bytes
-  std::shared_ptr<SharedMemory>
-      shared;  // of allocate(); owners: this, and the open writes that read it. Null: the caller's own memory
-};
-using LocalRegions = std::unordered_map<std::uint64_t, LocalRegion>;
+// Regions as their transport keeps them.  Owners: this, and the open writes that read them
+using LocalRegions = std::unordered_map<std::uint64_t, std::shared_ptr<LocalMemory>>;
 
 inline constexpr Bytes kMostNotice{68 << 10};  // 64 KiB of payload, and room for what a session says around it
 
 class Incoming {
  public:
-  Incoming(PeerId peer, OutboxView ours, const LocalRegions& regions, CopyCrew& crew, std::vector<Event>& events);
+  Incoming(PeerId peer, OutboxView ours, const LocalRegions& regions, Device& device, std::vector<Event>& events);
 
-  void attach(OutboxView theirs) { theirs_ = theirs; }
+  // @error as Device::queue
+  Expected<void> attach(OutboxView theirs, int pid);
 
   void admit(Tag tag) { admitted_.insert(tag.value); }
-  void revoke(Tag tag) { admitted_.erase(tag.value); }
+  void revoke(Tag tag);
 
-  // @error invalid_argument, parse: a region offered twice, or too many, or what map_peer_memory refuses
-  Expected<void> offer(RegionId region, const Fd& fd, std::uint64_t length);
-  void withdraw(RegionId region) { sources_.erase(region.value); }
+  // A region in its parts: the offer, then as many further descriptors as it says.
+  // @error invalid_argument, parse: a region offered twice, or too many, or what Device::map refuses
+  Expected<void> offer(RegionId region, Bytes length, std::vector<std::byte> words, Fd fd, std::uint64_t more);
+  Expected<void> offer_more(RegionId region, Fd fd);
+  void withdraw(RegionId region);
+
+  // No copy runs when it returns.
+  void drain();
 
   // Copies, answers and notices what the peer posted, until nothing is there or the budget is used up. True if it did anything.
   // @error parse, out_of_range, overflow (the peer broke the protocol), unavailable (it closed, so what was copied is not to be
@@ -51,10 +54,10 @@ class Incoming {
 
   // The peer, asleep, would like to hear: it has answers to take, or room for more.
   bool has_news();
-  // An operation is part of the way out of the ring.
-  bool underway() const { return current_.has_value(); }
+  // An operation is part of the way out of the ring, or is being copied.
+  bool underway() const { return current_.has_value() || !batches_.empty(); }
 
-  bool has_work() const { return partial_ || theirs_.header().produced.load() != taken_; }
+  bool has_work() const { return partial_ || !batches_.empty() || theirs_.header().produced.load() != taken_; }
 
  private:
   struct Current {  // the operation that is being taken out
@@ -70,6 +73,24 @@ class Incoming {
     std::span<std::byte> to;          // where they write
   };
 
+  struct Told {  // an operation that is over as soon as its batch is
+    Tag tag;
+    Answer answer;
+    std::optional<std::vector<std::byte>> notice;  // its payload
+  };
+  struct Batch {
+    std::vector<Told> told;
+    std::uint64_t starts = 0;  // of the queue, that have to be finished
+  };
+  struct Offered {
+    RegionId region;
+    Offer offer;
+    std::uint64_t more = 0;
+  };
+
+  Expected<void> map(RegionId region, Offer offer);
+  Expected<void> take_slots(Bytes& budget);
+  Expected<bool> settle();
   Expected<std::uint64_t> available() const;
   Expected<void> recheck();
   Expected<void> take_slot(Bytes& budget);
@@ -84,11 +105,14 @@ class Incoming {
   OutboxView ours_;
   OutboxView theirs_;
   const LocalRegions& regions_;
-  CopyCrew& crew_;
+  Device& device_;
   std::vector<Event>& events_;
 
   std::unordered_set<std::uint64_t> admitted_;
-  std::unordered_map<std::uint64_t, Mapping> sources_;
+  std::unordered_map<std::uint64_t, std::unique_ptr<PeerMemory>> sources_;
+  std::optional<Offered> offered_;  // its descriptors are not all here
+  std::unique_ptr<CopyQueue> queue_;
+  int pid_ = 0;  // the peer's
   std::optional<RegionId> missing_;
 
   std::uint64_t taken_ = 0;     // slots
@@ -104,7 +128,9 @@ class Incoming {
   std::vector<CopyJob> jobs_;       // for the next flush: bytes [begin_, end_) of their stream
   std::int64_t begin_ = 0;
   std::int64_t end_ = 0;
-  std::vector<Answer> answers_;  // for the next flush
+  std::vector<Told> told_now_;  // for the next flush
+  std::deque<Batch> batches_;   // begun, not told
+  std::uint64_t starts_ = 0;
 };
 
 }  // namespace kvloom::shm

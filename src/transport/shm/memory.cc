@@ -22,7 +22,7 @@ Mapping::~Mapping() {
 
 const char* errno_text() { return strerrordesc_np(errno); }
 
-Expected<SharedMemory> make_shared_memory(const char* name, Bytes length) {
+Expected<SharedMemory> make_shared_memory(const char* name, Bytes length, Sharing sharing) {
   const auto size = static_cast<std::size_t>(length.value);
   SharedMemory out;
   out.fd = Fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -33,13 +33,14 @@ Expected<SharedMemory> make_shared_memory(const char* name, Bytes length) {
   if (base == MAP_FAILED) return fail(Code::exhausted, "mapping {} bytes of shared memory: {}", length.value, errno_text());
   out.mapping = Mapping(base, size);
   madvise(base, size, MADV_HUGEPAGE);  // a wish: most hosts have shmem_enabled=never
-  if (fcntl(out.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) != 0) {
+  const int writes = sharing == Sharing::read_only ? F_SEAL_FUTURE_WRITE : 0;
+  if (fcntl(out.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | writes | F_SEAL_SEAL) != 0) {
     return fail(Code::io, "sealing a memfd: {}", errno_text());
   }
   return out;
 }
 
-Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length) {
+Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length, Sharing sharing) {
   if (length.value <= 0) return fail(Code::invalid_argument, "memory of {} bytes", length.value);
   // Nothing but an ordinary memfd: another file system could make us wait in a page fault, and huge pages that run out are a
   // SIGBUS.
@@ -52,7 +53,8 @@ Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length) {
     return fail(Code::invalid_argument, "a memfd of {} bytes where {} were said", st.st_size, length.value);
   }
   const auto size = static_cast<std::size_t>(length.value);
-  void* base = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd.get(), 0);
+  const int protection = sharing == Sharing::read_only ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* base = mmap(nullptr, size, protection, MAP_SHARED, fd.get(), 0);
   if (base == MAP_FAILED) return fail(Code::exhausted, "mapping {} bytes of a peer: {}", length.value, errno_text());
   madvise(base, size, MADV_HUGEPAGE);
   return Mapping(base, size);

@@ -53,14 +53,17 @@ struct SharedMemory {
   Mapping mapping;
 };
 
+// How a peer may map it. To pin host memory for a GPU, CUDA wants it writable: then a peer can write where it should only read.
+enum class Sharing { read_only, to_pin };
+
 // Zeroed, mapped writable here; sealed so that it can never shrink (a peer that reads it can't be killed by SIGBUS) nor be mapped
 // writable by anybody else.
 // @pre length > 0    @error exhausted, with the length
-Expected<SharedMemory> make_shared_memory(const char* name, Bytes length);
+Expected<SharedMemory> make_shared_memory(const char* name, Bytes length, Sharing sharing = Sharing::read_only);
 
 // Maps a peer's memory read-only, after checking that it is a memfd that can't shrink and has `length` bytes.
 // @error invalid_argument (not such a descriptor), exhausted (address space)
-Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length);
+Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length, Sharing sharing = Sharing::read_only);
 
 // "Operation not permitted" and so on, for messages.
 const char* errno_text();

@@ -107,10 +107,19 @@ Expected<bool> Outgoing::put(Operation& operation, const Fd& socket) {
 
 Sent Outgoing::offer(const Operation& operation, const Fd& socket) {
   if (operation.is_notice() || offered_.contains(operation.source.value)) return Sent::yes;
-  const Message message{Kind::offer, 0, operation.source.value, operation.memory->mapping.memory().size(), 0};
-  const Sent sent = send(socket, message, {}, &operation.memory->fd);
-  if (sent == Sent::yes) offered_.insert(operation.source.value);
-  return sent;
+  const Offer& offer = *operation.memory->offer();
+  const std::size_t messages = std::max<std::size_t>(offer.descriptors.size(), 1);
+  for (; offering_ < messages; ++offering_) {
+    const bool first = offering_ == 0;
+    const Message message{first ? Kind::offer : Kind::more, 0, operation.source.value,
+                          first ? static_cast<std::uint64_t>(offer.length.value) : 0, first ? messages - 1 : 0};
+    const Fd* const fd = offer.descriptors.empty() ? nullptr : &offer.descriptors[offering_];
+    const Sent sent = send(socket, message, first ? std::span<const std::byte>(offer.words) : std::span<const std::byte>(), fd);
+    if (sent != Sent::yes) return sent;
+  }
+  offering_ = 0;
+  offered_.insert(operation.source.value);
+  return Sent::yes;
 }
 
 void Outgoing::put_head(const Operation& operation) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvloom/transport/open_tags.h"
+#include "kvloom/transport/shm/device.h"
 #include "kvloom/transport/shm/outbox.h"
 #include "kvloom/transport/shm/socket.h"
 #include "kvloom/transport/transport.h"
@@ -23,7 +24,7 @@ struct Operation {
   std::span<const Run> runs;       // of a write: lent until it is completed
   std::vector<std::byte> payload;  // of a notice
   Bytes total;                     // what the peer has to vouch for
-  std::shared_ptr<SharedMemory>
+  std::shared_ptr<LocalMemory>
       memory;  // of a write's source. Owners: the region, and the open writes that read it.  Null: this is a notice
   std::uint64_t parts_put = 0;  // slots after the first one
   bool begun = false;
@@ -85,6 +86,7 @@ class Outgoing {
   std::vector<Refused> refused_;
   OpenTags tags_;
   std::unordered_set<std::uint64_t> offered_;
+  std::size_t offering_ = 0;         // messages of the offer that is being sent
   std::vector<RegionId> withdrawn_;  // to be told once no open write reads them
 };
 

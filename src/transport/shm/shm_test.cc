@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "kvloom/transport/shm/cpu_device.h"
 #include "tests/conformance/conformance.h"
 
 namespace kvloom {
@@ -172,7 +173,7 @@ class Hostile {
         outbox_memory_(*shm::make_shared_memory("hostile", kShape.bytes())),
         outbox_(outbox_memory_.mapping.memory().data(), kShape) {}
 
-  void greet() { send({Kind::hello, 0, shm::kProtocol, kShape.slots, kShape.answers}, &outbox_memory_.fd); }
+  void greet() { send({Kind::hello, 0, shm::CpuDevice::kProtocol, kShape.slots, kShape.answers}, &outbox_memory_.fd); }
   void send(const Message& message, const shm::Fd* fd = nullptr) {
     ASSERT_EQ(shm::send(socket_, message, {}, fd), shm::Sent::yes);
   }
@@ -265,13 +266,15 @@ TEST_F(HostilePeer, IsDroppedBeforeItIsUpIfItsGreetingIsWrong) {
   EXPECT_TRUE(gone([&](Hostile& p) { p.send_raw(bytes_of("nonsense")); }));
   EXPECT_TRUE(gone([&](Hostile& p) { p.send_raw(std::vector<std::byte>(5000)); }));
   EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::bell, 0, 0, 0, 0}); }));
-  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}); })) << "no descriptor";
-  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol + 1, 64, 16}, &outbox->fd); }));
-  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 63, 16}, &outbox->fd); }));
-  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, std::uint64_t{1} << 63, 16}, &outbox->fd); }));
-  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}, &unsealed); }));
-  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}, &small->fd); }));
-  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::kProtocol, 64, 16}, &file); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::CpuDevice::kProtocol, 64, 16}); })) << "no descriptor";
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::CpuDevice::kProtocol + 1, 64, 16}, &outbox->fd); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::CpuDevice::kProtocol, 63, 16}, &outbox->fd); }));
+  EXPECT_TRUE(gone([&](Hostile& p) {
+    p.send({Kind::hello, 0, shm::CpuDevice::kProtocol, std::uint64_t{1} << 63, 16}, &outbox->fd);
+  }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::CpuDevice::kProtocol, 64, 16}, &unsealed); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::CpuDevice::kProtocol, 64, 16}, &small->fd); }));
+  EXPECT_TRUE(gone([&](Hostile& p) { p.send({Kind::hello, 0, shm::CpuDevice::kProtocol, 64, 16}, &file); }));
 }
 
 TEST_F(HostilePeer, CannotWriteOutsideOfARegion) {

@@ -52,13 +52,13 @@ Expected<std::optional<Received>> decode(Received received, std::size_t bytes, i
   const Message& m = received.message;
   if (bytes < sizeof(Message) || (flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
     return fail(Code::parse, "a message of {} bytes, flags {:#x}", bytes, flags);
-  const bool has_fd = m.kind == Kind::hello || m.kind == Kind::offer;
-  const bool known = has_fd || m.kind == Kind::withdraw || m.kind == Kind::bell;
+  const bool has_fd = m.kind == Kind::hello || m.kind == Kind::more || (m.kind == Kind::offer && received.fd);
+  const bool has_tail = m.kind == Kind::hello || m.kind == Kind::offer;
+  const bool known = has_fd || m.kind == Kind::offer || m.kind == Kind::withdraw || m.kind == Kind::bell;
   if (!known || m.reserved != 0) return fail(Code::parse, "a message of unknown kind {}", static_cast<std::uint32_t>(m.kind));
   if (static_cast<bool>(received.fd) != has_fd)
     return fail(Code::parse, "message kind {} with the wrong descriptors", static_cast<std::uint32_t>(m.kind));
-  if (m.kind != Kind::hello && !tail.empty())
-    return fail(Code::parse, "message kind {} with a tail", static_cast<std::uint32_t>(m.kind));
+  if (!has_tail && !tail.empty()) return fail(Code::parse, "message kind {} with a tail", static_cast<std::uint32_t>(m.kind));
   received.tail.assign(tail.begin(), tail.end());
   return received;
 }
@@ -144,7 +144,7 @@ Expected<Fd> listen_at(std::string_view name) {
   Fd socket = make_socket();
   if (!socket) return fail(Code::exhausted, "no socket: {}", errno_text());
   if (bind(socket.get(), reinterpret_cast<const sockaddr*>(&*address), length) != 0 || listen(socket.get(), SOMAXCONN) != 0) {
-    return fail(Code::unavailable, "listening at shm:{}: {}", name, errno_text());
+    return fail(Code::unavailable, "{}", errno_text());
   }
   return socket;
 }
@@ -156,7 +156,7 @@ Expected<Fd> connect_to(std::string_view name) {
   Fd socket = make_socket();
   if (!socket) return fail(Code::exhausted, "no socket: {}", errno_text());
   if (connect(socket.get(), reinterpret_cast<const sockaddr*>(&*address), length) != 0) {
-    return fail(Scope::peer, Code::unavailable, "connecting to shm:{}: {}", name, errno_text());
+    return fail(Scope::peer, Code::unavailable, "connecting to {}: {}", name, errno_text());
   }
   return socket;
 }

@@ -15,14 +15,16 @@
 
 namespace kvloom::shm {
 
-inline constexpr std::uint64_t kProtocol = 0x6b766c6f6f6d0001;  // "kvloom", version 1
 inline constexpr std::size_t kMostHello = 1024;
 
 enum class Kind : std::uint32_t {
-  hello = 1,     // first of each side. a = kProtocol, b = slots, c = answers; descriptor of its outbox; then the hello bytes
-  offer = 2,     // memory that our writes read. a = region, b = length; its descriptor
+  hello =
+      1,  // first of each side. a = the device's protocol, b = slots, c = answers; descriptor of its outbox; then the hello bytes
+  offer =
+      2,  // memory that our writes read. a = region, b = length, c = how many `more` follow; a descriptor or none; the device's words
   withdraw = 3,  // a = region: no write that is still to come reads it
   bell = 4,      // wake up
+  more = 5,      // a = region of the offer before it; a further descriptor
 };
 
 struct Message {
@@ -35,8 +37,8 @@ struct Message {
 
 struct Received {
   Message message;
-  std::vector<std::byte> tail;  // hello bytes
-  Fd fd;                        // of hello and offer
+  std::vector<std::byte> tail;  // hello bytes, words of an offer
+  Fd fd;                        // of hello and more, and where the device has one of offer
   int pid = 0;                  // of hello: who sent it, as the kernel says; 0 if it is outside of our pid namespace
 };
 
