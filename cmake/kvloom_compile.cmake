@@ -22,7 +22,7 @@ function(kvloom_own target)
   set_target_properties(${target} PROPERTIES CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF UNITY_BUILD ${KVLOOM_UNITY})
   # Some files have names of their own that others have too: twins (sender and receiver), and each transport's inner words.
   get_target_property(alone ${target} SOURCES)
-  list(FILTER alone INCLUDE REGEX "/(sender|receiver|metrics|wire|cases|conformance|shm/shm|loopback)(_test)?\\.cc$")
+  list(FILTER alone INCLUDE REGEX "/(sender|receiver|metrics|wire|cases|conformance|loopback|sharding|session/trace|shm/shm|sim/world|(plan|tools)/(plan|text|tables|verb))(_test)?\\.cc$")
   set_source_files_properties(${alone} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   target_compile_options(${target} PRIVATE
     -Wall -Wextra $<$<CXX_COMPILER_ID:Clang>:-Wpedantic>  # GCC's forbids __int128, and can't be told not to
@@ -68,8 +68,14 @@ function(kvloom_sources out)
     list(APPEND all ${found})
   endforeach()
   list(FILTER all EXCLUDE REGEX "_test\\.cc$")
-  if(NOT KVLOOM_CUDA)
-    list(FILTER all EXCLUDE REGEX "/src/transport/cuda/")
+  # tools/cuda_x.cc stands beside cuda_x_none.cc, which says so where CUDA is not built.
+  if(KVLOOM_CUDA)
+    list(FILTER all EXCLUDE REGEX "/cuda_[^/]*_none\\.cc$")
+  else()
+    set(none "${all}")
+    list(FILTER none INCLUDE REGEX "/cuda_[^/]*_none\\.cc$")
+    list(FILTER all EXCLUDE REGEX "/src/transport/cuda/|/src/tools/cuda_[^/]*$")
+    list(APPEND all ${none})
   endif()
   # x_x86.cc stands beside x_other.cc: the files of the processor that we build for.
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")

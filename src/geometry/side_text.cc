@@ -17,7 +17,7 @@ constexpr std::string_view kHeader = "kvloom side 1";
 
 // ---- writing ----
 
-std::string quoted(std::string_view text) {
+std::string in_quotes(std::string_view text) {
   std::string out = "\"";
   for (const char c : text) {
     const auto byte = static_cast<unsigned char>(c);
@@ -120,7 +120,7 @@ class LineReader {
     rest_ = {};
     return out;
   }
-  std::string quoted();
+  std::string in_quotes();
   std::vector<LayerId> layers();
 
   bool ok() const { return !error_; }
@@ -140,7 +140,7 @@ class LineReader {
   std::optional<Error> error_;
 };
 
-std::string LineReader::quoted() {
+std::string LineReader::in_quotes() {
   std::string out;
   expect("\"");
   while (ok() && !begins("\"")) {
@@ -223,7 +223,7 @@ class SideReader {
   void model(LineReader& line) {
     values_.layers = static_cast<std::int32_t>(line.number(INT32_MAX));
     line.expect(" layers ");
-    values_.model = line.quoted();
+    values_.model = line.in_quotes();
   }
 
   void group(LineReader& line) {
@@ -309,7 +309,7 @@ std::string undigested(const Side& side) {
 
 void append_side(std::string& out, const Side& side) {
   out += fmt::format("words {}\npage {}\nmodel {} layers {}\n", to_string(side.sharding()), side.default_page(),
-                     side.shape().layers(), quoted(side.shape().model()));
+                     side.shape().layers(), in_quotes(side.shape().model()));
   for (const CacheGroup& group : side.shape().groups()) {
     out += group_line(group);
     if (const GroupSide* at = side.find(group.name))

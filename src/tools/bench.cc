@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvloom/tools/copy_measure.h"
+#include "kvloom/tools/cuda_measure.h"
 #include "kvloom/tools/plan_measure.h"
 #include "kvloom/tools/print.h"
 #include "kvloom/tools/session_measure.h"
@@ -20,12 +21,14 @@ constexpr const char* kBenchExamples =
     "  kvloom bench                 planning, sessions and copying, about a minute\n"
     "  kvloom bench --only plan     compile, bind, wire, checksum\n"
     "  kvloom bench --only session  grants, posts, transfers a second\n"
+    "  kvloom bench --transport cuda --json\n"
     "  kvloom bench --json\n"
     "\n"
     "Figures are medians. Compare ratios of one run only, with nothing else running.";
 
 struct BenchWords {
   std::string only;  // empty: all
+  std::string transport = "shm";
   std::int64_t repeats = 9;
   std::int64_t memory = std::int64_t{1} << 30;
   bool json = false;
@@ -88,7 +91,38 @@ Expected<std::vector<BenchRow>> copy_rows(int repeats, Bytes memory) {
   return rows;
 }
 
+Expected<ExitCode> bench_gpus(const BenchWords& words, const Context& context) {
+  const auto measured = measure_gpu_copies(words.memory, static_cast<int>(words.repeats));
+  if (!measured) return tl::unexpected(measured.error());
+  if (words.json) {
+    nlohmann::json out = nlohmann::json::array();
+    for (const GpuCopyRow& row : measured->rows)
+      out.push_back({{"name", row.name},
+                     {"bytes", row.bytes},
+                     {"pieces", row.pieces},
+                     {"gb_per_s", row.gb_per_s},
+                     {"contiguous_gb_per_s", row.contiguous_gb_per_s},
+                     {"ratio", row.ratio},
+                     {"sms", row.sms}});
+    out.push_back({{"name", "event to landed notice, one page"},
+                   {"p50_us", measured->latency_us_p50},
+                   {"p99_us", measured->latency_us_p99}});
+    fmt::print(context.out, "{}\n", out.dump(2));
+    return kFine;
+  }
+  fmt::print(context.out, "{}\n", measured->hardware);
+  TextTable table({{"what", TextTable::Align::left}, {"pieces"}, {"GB/s"}, {"contiguous"}, {"ratio"}, {"SMs"}});
+  for (const GpuCopyRow& row : measured->rows)
+    table.add({row.name, fmt::format("{}", row.pieces), number_text(row.gb_per_s), number_text(row.contiguous_gb_per_s),
+               fmt::format("{:.3f}", row.ratio), fmt::format("{}", row.sms)});
+  table.print(context.out);
+  fmt::print(context.out, "event to landed notice, one page: p50 {:.1f} us, p99 {:.1f} us\n", measured->latency_us_p50,
+             measured->latency_us_p99);
+  return kFine;
+}
+
 Expected<ExitCode> bench(const BenchWords& words, const Context& context) {
+  if (words.transport == "cuda") return bench_gpus(words, context);
   std::vector<BenchRow> rows;
   if (words.only.empty() || words.only == "plan") {
     auto planning = measure_planning(static_cast<int>(words.repeats));
@@ -120,6 +154,8 @@ void add_bench(CLI::App& app, Context& context) {
                             [words, &context] { return bench(*words, context); });
   verb->add_option("--only", words->only, "plan, session or copy (default: all)")
       ->check(CLI::IsMember({"plan", "session", "copy"}));
+  verb->add_option("--transport", words->transport, "shm: the CPU's tables; cuda: copies between GPUs (default: shm)")
+      ->check(CLI::IsMember({"shm", "cuda"}));
   add_count(*verb, "--repeats", words->repeats, "rounds of each measurement, of which the median counts", 1, 1000);
   add_bytes(*verb, "--memory", words->memory, "of each of the two buffers that copying goes between; more than the last cache");
   verb->add_flag("--json", words->json, "Print JSON");

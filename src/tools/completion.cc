@@ -58,6 +58,7 @@ std::vector<std::string> values_of(const CLI::Option& option) {
   const std::string type = option.get_type_name();
   if (type == "WORDS") return {kWords.begin(), kWords.end()};
   if (type == "DTYPE") return {kDtypes.begin(), kDtypes.end()};
+  if (type == "TRANSPORT") return {"shm", "cuda"};
   if (type == "TABLES") return {"identity", "random:1"};
   return {};
 }

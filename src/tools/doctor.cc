@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvloom/tools/cuda_gpus.h"
 #include "kvloom/tools/machine.h"
 #include "kvloom/tools/print.h"
 #include "kvloom/tools/verb.h"
@@ -122,14 +123,15 @@ std::vector<Finding> shm_findings() { return {try_memfd(), try_seals(), try_pidf
 
 // ---- transports ----
 
-std::vector<Finding> transports(const std::vector<Finding>& shm) {
+// cuda has its GPUs, and for the rest what shm has.
+std::vector<Finding> transports(const std::vector<Finding>& shm, const GpuLook& gpus) {
   std::string missing;
   for (const Finding& finding : shm)
     if (!finding.works) missing += fmt::format("{}{} ({})", missing.empty() ? "" : ", ", finding.name, finding.why);
   constexpr const char* kAbsent = "not built in this version";
   return {{"shm", missing.empty(), missing.empty() ? "processes of one host; /dev/shm is not needed" : "missing: " + missing},
           {"loopback", true, "within one process, for tests"},
-          {"cuda", false, kAbsent},
+          {"cuda", gpus.works && missing.empty(), missing.empty() || !gpus.works ? gpus.why : "missing: " + missing},
           {"ucx", false, kAbsent},
           {"mooncake", false, kAbsent},
           {"nixl", false, kAbsent}};
@@ -197,10 +199,29 @@ Json findings_json(const std::vector<Finding>& findings, const char* works) {
 
 Json optional_json(const std::optional<std::int64_t>& value) { return value ? Json(*value) : Json(); }
 
-Json doctor_json(const std::vector<Finding>& shm, const Machine& machine) {
+Json gpus_json(const GpuLook& look) {
+  Json out = {{"works", look.works}, {"why", look.why}, {"driver", look.driver}};
+  for (const char* list : {"gpus", "links", "choices"}) out[list] = Json::array();
+  for (const GpuSeen& gpu : look.gpus)
+    out["gpus"].push_back({{"ordinal", gpu.ordinal},
+                           {"name", gpu.name},
+                           {"multiprocessors", gpu.multiprocessors},
+                           {"copy_engines", gpu.copy_engines}});
+  for (const GpuLink& link : look.links)
+    out["links"].push_back({{"from", link.from},
+                            {"to", link.to},
+                            {"peer_access", link.peer_access},
+                            {"native_atomics", link.native_atomics},
+                            {"performance_rank", link.performance_rank}});
+  for (const GpuChoice& choice : look.choices) out["choices"].push_back({{"run", choice.run}, {"choice", choice.choice}});
+  return out;
+}
+
+Json doctor_json(const std::vector<Finding>& shm, const GpuLook& gpus, const Machine& machine) {
   Json out;
-  out["transports"] = findings_json(transports(shm), "can_run");
+  out["transports"] = findings_json(transports(shm, gpus), "can_run");
   out["shm_needs"] = findings_json(shm, "works");
+  out["cuda"] = gpus_json(gpus);
   out["system"] = machine.system;
   out["cpu"] = machine.cpu;
   out["cores"] = machine.cores;
@@ -245,16 +266,47 @@ void print_machine(std::FILE* out, const Machine& machine) {
              bytes_or(machine.locked.most, "unlimited"));
 }
 
+// How the GPU of the row reads the memory of that of the column.
+void print_links(std::FILE* out, const GpuLook& look) {
+  std::vector<TextTable::Column> columns = {{"GPU reads", TextTable::Align::left}};
+  for (const GpuSeen& gpu : look.gpus) columns.push_back({fmt::format("{}", gpu.ordinal)});
+  TextTable table(std::move(columns));
+  for (const GpuSeen& from : look.gpus) {
+    std::vector<std::string> row = {fmt::format("{}", from.ordinal)};
+    for (const GpuSeen& to : look.gpus) {
+      const GpuLink* link = look.link(from.ordinal, to.ordinal);
+      row.push_back(link == nullptr ? "-"
+                    : !link->peer_access
+                        ? "no"
+                        : fmt::format("{}, rank {}", link->native_atomics ? "NVLink" : "PCIe", link->performance_rank));
+    }
+    table.add(std::move(row));
+  }
+  table.print(out, 2);
+}
+
+void print_gpus(std::FILE* out, const GpuLook& look) {
+  if (!look.gpus.empty()) fmt::print(out, "\nGPUs, with a driver for CUDA {}\n", look.driver);
+  for (const GpuSeen& gpu : look.gpus)
+    fmt::print(out, "  {:<14} {}, {} SMs, {} copy engines\n", gpu.ordinal, gpu.name, gpu.multiprocessors, gpu.copy_engines);
+  if (!look.links.empty()) print_links(out, look);
+  if (look.works) fmt::print(out, "\nHow cuda would copy\n");
+  for (const GpuChoice& choice : look.choices)
+    if (look.works) fmt::print(out, "  {:<32} {}\n", choice.run, choice.choice);
+}
+
 ExitCode doctor(const Context& context, bool as_json) {
   const std::vector<Finding> shm = shm_findings();
+  const GpuLook gpus = look_at_gpus();
   const Machine machine = examine();
   if (as_json) {
-    fmt::print(context.out, "{}\n", doctor_json(shm, machine).dump(2));
+    fmt::print(context.out, "{}\n", doctor_json(shm, gpus, machine).dump(2));
   } else {
     fmt::print(context.out, "Transports\n");
-    print_findings(context.out, transports(shm), "can run", "can't");
+    print_findings(context.out, transports(shm, gpus), "can run", "can't");
     fmt::print(context.out, "\nWhat shm stands on\n");
     print_findings(context.out, shm, "works", "fails");
+    print_gpus(context.out, gpus);
     print_machine(context.out, machine);
   }
   return std::all_of(shm.begin(), shm.end(), [](const Finding& finding) { return finding.works; }) ? kFine : kJobFailed;

@@ -10,13 +10,13 @@
 namespace kvloom {
 namespace {
 
-constexpr std::int64_t kAlign = 4096;
+constexpr std::int64_t kTensorAlign = 4096;
 
 }  // namespace
 
 Expected<std::unique_ptr<RequestPages>> RequestPages::make(std::shared_ptr<const Side> side, Rank rank,
                                                            std::vector<std::int64_t> pool_pages, std::uint64_t seed,
-                                                           Transport& transport) {
+                                                           const RankTransport& transport) {
   std::unique_ptr<RequestPages> out(new RequestPages(std::move(side), rank));
   for (const GroupSide& group : out->side_->groups())
     if (group.tokens.rule == TokenRule::value)
@@ -27,7 +27,7 @@ Expected<std::unique_ptr<RequestPages>> RequestPages::make(std::shared_ptr<const
   for (const HeldTensor& held : held_tensors(*out->side_, rank)) {
     const auto g = static_cast<std::size_t>(held.first);
     const auto bytes = checked_mul(pool_pages[g], out->side_->groups()[g].layout.page_stride());
-    const auto next = bytes ? checked_add(length, ceil_div(*bytes, kAlign) * kAlign) : std::nullopt;
+    const auto next = bytes ? checked_add(length, ceil_div(*bytes, kTensorAlign) * kTensorAlign) : std::nullopt;
     if (!next) return fail(Code::overflow, "the cache of rank {} does not fit 63 bits", rank.value);
     out->tensors_[held] = {length, *bytes};
     placed.push_back({held.first, held.second, {{Bytes(0), Bytes(*bytes), 0, Bytes(length)}}});
@@ -35,10 +35,10 @@ Expected<std::unique_ptr<RequestPages>> RequestPages::make(std::shared_ptr<const
   }
   std::vector<const Region*> regions;
   if (length > 0) {
-    auto region = transport.allocate(Bytes(length));
-    if (!region) return tl::unexpected(region.error());
-    out->region_ = std::move(*region);
-    regions.push_back(&out->region_);
+    auto store = transport.allocate(Bytes(length));
+    if (!store) return tl::unexpected(store.error());
+    out->store_ = std::move(*store);
+    regions.push_back(&out->store_.region());
   }
   auto local = LocalCache::make(out->side_, rank, regions, std::move(placed));
   if (!local) return tl::unexpected(local.error());
@@ -52,25 +52,38 @@ Expected<std::unique_ptr<RequestPages>> RequestPages::make(std::shared_ptr<const
   }
   for (const auto& [held, place] : out->tensors_)
     for (const PageId page : out->free_[static_cast<std::size_t>(held.first)]) out->canary_page(held.first, held.second, page);
+  if (auto ok = out->store_.put_all(); !ok) return tl::unexpected(ok.error());
   return out;
 }
 
 std::span<std::byte> RequestPages::tensor(std::int32_t group, LayerId layer) const {
   const Place& place = tensors_.at({group, layer});
-  return region_.memory().subspan(static_cast<std::size_t>(place.offset), static_cast<std::size_t>(place.length));
+  return store_.memory().subspan(static_cast<std::size_t>(place.offset), static_cast<std::size_t>(place.length));
 }
 
 std::span<std::byte> RequestPages::page(std::int32_t group, LayerId layer, PageId id) const {
-  const auto stride = static_cast<std::size_t>(side_->groups()[static_cast<std::size_t>(group)].layout.page_stride());
+  const auto stride = static_cast<std::size_t>(page_bytes(group));
   return tensor(group, layer).subspan(static_cast<std::size_t>(id.value) * stride, stride);
 }
 
-std::int64_t RequestPages::canary_at(std::int32_t group, LayerId layer, PageId id) const {
-  return tensors_.at({group, layer}).offset + id.value * side_->groups()[static_cast<std::size_t>(group)].layout.page_stride();
+std::int64_t RequestPages::offset_of(std::int32_t group, LayerId layer, PageId id) const {
+  return tensors_.at({group, layer}).offset + id.value * page_bytes(group);
 }
 
 void RequestPages::canary_page(std::int32_t group, LayerId layer, PageId id) const {
-  canary(owner(), canary_at(group, layer, id), page(group, layer, id));
+  canary(owner(), offset_of(group, layer, id), page(group, layer, id));
+}
+
+Expected<void> RequestPages::put_pages(const HeldTensor& held, std::span<const PageId> pages) const {
+  for (const PageId page : pages)
+    if (auto ok = store_.put(offset_of(held.first, held.second, page), page_bytes(held.first)); !ok) return ok;
+  return {};
+}
+
+Expected<void> RequestPages::get_pages(const HeldTensor& held, std::span<const PageId> pages) const {
+  for (const PageId page : pages)
+    if (auto ok = store_.get(offset_of(held.first, held.second, page), page_bytes(held.first)); !ok) return ok;
+  return {};
 }
 
 std::int64_t RequestPages::columns(std::size_t group, std::int64_t tokens, std::int64_t total) const {
@@ -96,16 +109,20 @@ Expected<std::vector<CacheTable>> RequestPages::take(std::int64_t request, std::
   return out;
 }
 
-void RequestPages::give_back(std::int64_t request) {
+Expected<void> RequestPages::give_back(std::int64_t request) {
   const auto at = requests_.find(request);
-  if (at == requests_.end()) return;
-  for (const auto& [held, place] : tensors_)
-    for (const PageId page : at->second[static_cast<std::size_t>(held.first)]) canary_page(held.first, held.second, page);
+  if (at == requests_.end()) return {};
+  for (const auto& [held, place] : tensors_) {
+    const std::vector<PageId>& pages = at->second[static_cast<std::size_t>(held.first)];
+    for (const PageId page : pages) canary_page(held.first, held.second, page);
+    if (auto ok = put_pages(held, pages); !ok) return ok;
+  }
   for (std::size_t g = 0; g < free_.size(); ++g) free_[g].insert(free_[g].end(), at->second[g].begin(), at->second[g].end());
   requests_.erase(at);
+  return {};
 }
 
-void RequestPages::fill(std::int64_t request, LayerId layer, std::int64_t begin, std::int64_t end, std::int64_t total) {
+Expected<void> RequestPages::fill(std::int64_t request, LayerId layer, std::int64_t begin, std::int64_t end, std::int64_t total) {
   const auto& tables = requests_.at(request);
   for (const auto& [held, place] : tensors_) {
     if (held.second != layer) continue;
@@ -113,12 +130,22 @@ void RequestPages::fill(std::int64_t request, LayerId layer, std::int64_t begin,
     const GroupSide& group = side_->groups()[g];
     const bool state = group.kind == GroupKind::state;
     if (state && end < total) continue;
-    write_rows({&group, rank_, held.first, layer, total, request}, tables[g], state ? 0 : begin, state ? 1 : end,
+    const std::vector<PageId>& table = tables[g];
+    write_rows({&group, rank_, held.first, layer, total, request}, table, state ? 0 : begin, state ? 1 : end,
                tensor(held.first, layer));
+    // The pages that have these rows: all of a state's.
+    const StridedSet own = group.tokens.part(group.places[static_cast<std::size_t>(rank_.value)].tokens, total);
+    const std::int64_t page_tokens = group.layout.page_tokens();
+    const std::int64_t first = state ? 0 : own.count_below(begin) / page_tokens;
+    const auto past = state ? static_cast<std::int64_t>(table.size()) : ceil_div(own.count_below(end), page_tokens);
+    if (first >= past) continue;
+    const auto changed = std::span(table).subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(past - first));
+    if (auto ok = put_pages(held, changed); !ok) return ok;
   }
+  return {};
 }
 
-std::int64_t RequestPages::wrong_bytes(std::int64_t request, TokenRange range, std::int64_t total) const {
+Expected<std::int64_t> RequestPages::wrong_bytes(std::int64_t request, TokenRange range, std::int64_t total) const {
   const auto& tables = requests_.at(request);
   std::int64_t wrong = 0;
   std::vector<std::byte> expected;
@@ -128,10 +155,11 @@ std::int64_t RequestPages::wrong_bytes(std::int64_t request, TokenRange range, s
     const GroupSide& group = side_->groups()[g];
     const auto stride = static_cast<std::size_t>(group.layout.page_stride());
     const std::vector<PageId>& table = tables[g];
+    if (auto ok = get_pages(held, table); !ok) return tl::unexpected(ok.error());
     expected.resize(table.size() * stride);
     compact.clear();
     for (std::size_t column = 0; column < table.size(); ++column) {
-      canary(owner(), canary_at(held.first, held.second, table[column]), std::span(expected).subspan(column * stride, stride));
+      canary(owner(), offset_of(held.first, held.second, table[column]), std::span(expected).subspan(column * stride, stride));
       compact.emplace_back(static_cast<std::int64_t>(column));
     }
     const TokenRange want = kvloom::wanted(group, range);
@@ -146,14 +174,15 @@ std::int64_t RequestPages::wrong_bytes(std::int64_t request, TokenRange range, s
   return wrong;
 }
 
-std::int64_t RequestPages::wrong_free_bytes() const {
+Expected<std::int64_t> RequestPages::wrong_free_bytes() const {
+  if (auto ok = store_.get_all(); !ok) return tl::unexpected(ok.error());
   std::int64_t wrong = 0;
   std::vector<std::byte> expected;
   for (const auto& [held, place] : tensors_)
     for (const PageId id : free_[static_cast<std::size_t>(held.first)]) {
       const auto got = page(held.first, held.second, id);
       expected.resize(got.size());
-      canary(owner(), canary_at(held.first, held.second, id), expected);
+      canary(owner(), offset_of(held.first, held.second, id), expected);
       if (std::memcmp(got.data(), expected.data(), got.size()) == 0) continue;
       for (std::size_t i = 0; i < got.size(); ++i) wrong += got[i] != expected[i];
     }

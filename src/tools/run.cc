@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <random>
 
 #include "kvloom/tools/html.h"
@@ -13,6 +14,7 @@
 #include "kvloom/tools/run_job.h"
 #include "kvloom/tools/run_parent.h"
 #include "kvloom/tools/stream.h"
+#include "kvloom/tools/transport_words.h"
 #include "kvloom/tools/verb.h"
 
 namespace kvloom {
@@ -24,22 +26,24 @@ constexpr const char* kRunExamples =
     "  kvloom run --model samples/llama-3.1-8b.json --prefill tp=4 --decode tp=2,page=16 --tokens 4096 --seed 7 --json\n"
     "  kvloom run --model samples/qwen3-30b-a3b.json --prefill tp=1 --decode tp=1 --stream --tokens 8192 --chunk 2048 --requests "
     "16\n"
+    "  kvloom run --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --transport cuda\n"
     "\n"
     "Starts a process a rank. Prefill ranks fill their caches with bytes that depend on (layer, token, head, plane, byte) only "
     "and push them layer by\n"
-    "layer through shared memory; decode ranks check every byte of their pools. With --stream computing takes time, and what of "
-    "the\n"
-    "transfer is left when it ends is measured. Exit code 1: a byte is wrong, or a rank died.";
+    "layer through shared memory, or between GPUs; decode ranks check every byte of their pools. With --stream computing takes "
+    "time, and\n"
+    "what of the transfer is left when it ends is measured. Exit code 1: a byte is wrong, or a rank died.";
 
 constexpr std::size_t kMostPaths = 64;  // that are printed; --html and plan show all
 
 struct RunWords {
   JobWords job;
+  TransportWords transport;
   std::int64_t seed = -1;  // -1: drawn
   std::string tables;      // empty: random:SEED
   std::string html = "plan.html";
   std::int64_t patience = 120;
-  bool naive = true;
+  std::optional<bool> naive;  // nothing: where it means something
   bool json = false;
   // With --stream:
   bool stream = false, busy = false;
@@ -67,27 +71,31 @@ ShowProgress progress_bar(const Context& context) {
 }
 
 nlohmann::json report_json(const RunReport& report, const RunJob& job, const std::string& tables) {
-  return {{"landed_bytes", report.landed_bytes},
-          {"wanted_bytes", report.wanted_bytes},
-          {"wrong_bytes", report.wrong_bytes},
-          {"sent_bytes", report.sent_bytes},
-          {"naive_sent_bytes", report.naive_sent_bytes},
-          {"seconds", report.seconds},
-          {"naive_seconds", report.naive_seconds},
-          {"gb_per_s", gb_per_s(report.landed_bytes, report.seconds)},
-          {"memcpy_gb_per_s", report.memcpy_gb_per_s},
-          {"page_memcpy_gb_per_s", report.page_memcpy_gb_per_s},
-          {"checksums_equal", report.checksums_equal},
-          {"posts", report.posts},
-          {"runs", report.runs},
-          {"tables", tables},
-          {"prefill_ranks", job.loom.plan.source().ranks()},
-          {"decode_ranks", job.loom.plan.target().ranks()},
-          {"tokens", job.tokens},
-          {"prefix", job.prefix}};
+  nlohmann::json out = {{"transport", job.transport.name},
+                        {"landed_bytes", report.landed_bytes},
+                        {"wanted_bytes", report.wanted_bytes},
+                        {"wrong_bytes", report.wrong_bytes},
+                        {"sent_bytes", report.sent_bytes},
+                        {"naive_sent_bytes", report.naive_sent_bytes},
+                        {"seconds", report.seconds},
+                        {"naive_seconds", report.naive_seconds},
+                        {"gb_per_s", gb_per_s(report.landed_bytes, report.seconds)},
+                        {"checksums_equal", report.checksums_equal},
+                        {"posts", report.posts},
+                        {"runs", report.runs},
+                        {"tables", tables},
+                        {"prefill_ranks", job.loom.plan.source().ranks()},
+                        {"decode_ranks", job.loom.plan.target().ranks()},
+                        {"tokens", job.tokens},
+                        {"prefix", job.prefix}};
+  if (job.transport.on_host()) {
+    out["memcpy_gb_per_s"] = report.memcpy_gb_per_s;
+    out["page_memcpy_gb_per_s"] = report.page_memcpy_gb_per_s;
+  }
+  return out;
 }
 
-void print_report(std::FILE* out, const RunReport& report) {
+void print_report(std::FILE* out, const RunReport& report, const RunJob& job) {
   TextTable table({{"", TextTable::Align::left}, {"bytes sent"}, {"seconds"}, {"GB/s of what is wanted"}});
   const auto row = [&](const char* name, std::int64_t bytes, double seconds) {
     table.add(
@@ -96,8 +104,10 @@ void print_report(std::FILE* out, const RunReport& report) {
   row("kvloom", report.sent_bytes, report.seconds);
   if (report.naive_sent_bytes > 0)
     row("naive: whole sequence to every decode rank, which keeps its part", report.naive_sent_bytes, report.naive_seconds);
-  table.add({"memcpy, the same bytes in one piece a rank", "", "", fmt::format("{:.2f}", report.memcpy_gb_per_s)});
-  table.add({"memcpy, the same pages one by one", "", "", fmt::format("{:.2f}", report.page_memcpy_gb_per_s)});
+  if (job.transport.on_host()) {
+    table.add({"memcpy, the same bytes in one piece a rank", "", "", fmt::format("{:.2f}", report.memcpy_gb_per_s)});
+    table.add({"memcpy, the same pages one by one", "", "", fmt::format("{:.2f}", report.page_memcpy_gb_per_s)});
+  }
   table.print(out);
   if (report.naive_sent_bytes > 0 && report.sent_bytes > 0)
     fmt::print(out, "\nThe naive way sends {:.2f} x the bytes and takes {:.2f} x the time.\n",
@@ -148,15 +158,16 @@ Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
   stream.layer_ns = words.layer_ns;
   stream.layer_tokens = words.chunk > 0 ? words.chunk : kLayerTokens;
   stream.busy = words.busy;
+  stream.worker.transport = words.transport;
   stream.worker.seed = words.seed >= 0 ? static_cast<std::uint64_t>(words.seed) : std::random_device{}();
   stream.worker.pace.bytes_per_second = words.rate;
   stream.worker.log = words.log;
   stream.timeline = words.timeline;
   if (!words.json)
     fmt::print(context.out,
-               "{} requests of {} to {} tokens; {} prefill and {} decode processes; {} ms a layer of {} tokens{}\n\n",
+               "{} requests of {} to {} tokens; {} prefill and {} decode processes, over {}; {} ms a layer of {} tokens{}\n\n",
                stream.tokens.size(), count_text(*std::min_element(stream.tokens.begin(), stream.tokens.end())),
-               count_text(job_words.tokens), stream.job.prefill->ranks(), stream.job.decode->ranks(),
+               count_text(job_words.tokens), stream.job.prefill->ranks(), stream.job.decode->ranks(), words.transport.name,
                static_cast<double>(stream.layer_ns) * 1e-6, count_text(stream.layer_tokens),
                stream.chunk > 0 ? fmt::format("; chunks of {}", count_text(stream.chunk)) : "");
   const auto report = run_stream(stream);
@@ -171,19 +182,22 @@ Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
 }
 
 Expected<ExitCode> run(const RunWords& words, const Context& context) {
+  if (auto ok = check_transport(words.transport); !ok) return tl::unexpected(ok.error());
   if (words.stream) return run_streamed(words, context);
+  if (words.naive.value_or(false) && !words.transport.on_host())
+    return fail(Code::invalid_argument, "--naive moves host memory only: leave it out, or say --transport shm");
   if (words.job.tokens == 0) return fail(Code::invalid_argument, "--tokens is required: how many tokens the request has");
   auto job = make_job(words.job);
   if (!job) return tl::unexpected(job.error());
   const std::int64_t seed = words.seed >= 0 ? words.seed : static_cast<std::int64_t>(std::random_device{}());
   const std::string tables = words.tables.empty() ? fmt::format("random:{}", seed) : words.tables;
-  auto made = make_run_job(*job, tables, words.naive);
+  auto made = make_run_job(*job, tables, words.transport, words.naive.value_or(words.transport.on_host()));
   if (!made) return tl::unexpected(made.error());
   auto paths = measure(made->loom.plan, &made->loom.tables, made->range());
   if (!paths) return tl::unexpected(paths.error());
   if (!words.json) {
-    fmt::print(context.out, "{} prefill and {} decode processes, {} tokens, prefix {}, page tables {}\n\n",
-               made->loom.plan.source().ranks(), made->loom.plan.target().ranks(), count_text(made->tokens),
+    fmt::print(context.out, "{} prefill and {} decode processes, over {}, {} tokens, prefix {}, page tables {}\n\n",
+               made->loom.plan.source().ranks(), made->loom.plan.target().ranks(), words.transport.name, count_text(made->tokens),
                count_text(made->prefix), tables);
     print_paths(context.out, *paths, kMostPaths);
     fmt::print(context.out, "\n");
@@ -201,7 +215,7 @@ Expected<ExitCode> run(const RunWords& words, const Context& context) {
   if (words.json) {
     fmt::print(context.out, "{}\n", report_json(*report, *made, tables).dump(2));
   } else {
-    print_report(context.out, *report);
+    print_report(context.out, *report, *made);
     fmt::print(context.out, "\n");
     print_verdict(context.out, *report);
     if (!words.html.empty()) fmt::print(context.out, "The picture: {}\n", words.html);
@@ -220,8 +234,10 @@ void add_run(CLI::App& app, Context& context) {
   verb->add_option("--tables", words->tables, "Page tables: identity, random:SEED or a JSON file (default: random with --seed)");
   verb->add_option("--html", words->html, "Write the picture of the plan to this file; '' for none")->capture_default_str();
   add_count(*verb, "--patience", words->patience, "seconds without a word from any rank after which the run fails", 1, 86400);
-  verb->add_flag("--naive,!--no-naive", words->naive,
-                 "Also run the naive way: the whole sequence to every decode rank (on by default)");
+  add_transport_options(*verb, words->transport);
+  verb->add_flag_function(
+      "--naive,!--no-naive", [words](std::int64_t said) { words->naive = said > 0; },
+      "Also run the naive way: the whole sequence to every decode rank (on by default, with shm)");
   verb->add_flag("--json", words->json, "Print JSON");
   verb->add_flag(
       "--stream", words->stream,

@@ -48,29 +48,34 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
   RankCache cache() const { return {&job_.loom.plan, false, rank_, &job_.loom.tables.decode, job_.tokens}; }
 
   Expected<void> prepare() {
-    if (auto ok = open_transport(true); !ok) return ok;
+    if (auto ok = open_transport(false); !ok) return ok;
     TargetOptions options;
     fill_options(options);
     auto endpoint = TargetEndpoint::make(std::move(options), *transport_);
     if (!endpoint) return tl::unexpected(endpoint.error());
     endpoint_ = std::move(*endpoint);
-    if (auto ok = open_memory(job_.loom, map_, region_); !ok) return ok;
-    fill_canary(cache(), map_, region_.memory());
+    if (auto ok = open_memory(job_.loom, map_, store_); !ok) return ok;
+    if (auto ok = fill(); !ok) return ok;
     if (job_.naive) return open_memory(job_.naive->send, staging_map_, staging_);
     return {};
   }
 
+  Expected<void> fill() {
+    fill_canary(cache(), map_, store_.memory());
+    return store_.put_all();
+  }
+
   // Each stage is a geometry of its own: another sharding, on other memory.
-  Expected<void> open_memory(const Scheme& scheme, TensorMap& map, Region& region) {
+  Expected<void> open_memory(const Scheme& scheme, TensorMap& map, RankStore& store) {
     auto made = TensorMap::make(scheme.plan, false, rank_, scheme.tables.decode);
     if (!made) return tl::unexpected(made.error());
     map = std::move(*made);
     std::vector<const Region*> regions;
     if (map.length() > 0) {
-      auto allocated = transport_->allocate(Bytes(map.length()));
+      auto allocated = transport_.allocate(Bytes(map.length()));
       if (!allocated) return tl::unexpected(allocated.error());
-      region = std::move(*allocated);
-      regions.push_back(&region);
+      store = std::move(*allocated);
+      regions.push_back(&store.region());
     }
     auto local =
         LocalCache::make(std::make_shared<const Side>(scheme.plan.target()), rank_, regions, map.placed(scheme.plan, false));
@@ -113,7 +118,7 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
     }
   }
 
-  // The end of the naive way: from the staged whole sequence to this rank's own pages.
+  // The end of the naive way, in host memory: from the staged whole sequence to this rank's own pages.
   Expected<void> keep_own_part() {
     const Scheme& keep = job_.naive->keep;
     const CopyKernel kernel = best_copy_kernel();
@@ -128,8 +133,8 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
       if (!bound) return tl::unexpected(bound.error());
       for (const LayerId layer : keep.plan.layer_ids(*path)) {
         bound->rewind();
-        const std::byte* from = staging_.base() + staging_map_.find(g, layer).offset;
-        std::byte* to = region_.base() + map_.find(g, layer).offset;
+        const std::byte* from = staging_.memory().data() + staging_map_.find(g, layer).offset;
+        std::byte* to = store_.memory().data() + map_.find(g, layer).offset;
         while (const std::size_t n = bound->next(runs)) {
           jobs.clear();
           std::int64_t bytes = 0;
@@ -145,14 +150,15 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
   }
 
   Expected<nlohmann::json> check() const {
-    const CheckResult result = check_memory(cache(), map_, job_.range(), region_.memory());
+    if (auto ok = store_.get_all(); !ok) return tl::unexpected(ok.error());
+    const CheckResult result = check_memory(cache(), map_, job_.range(), store_.memory());
     Checksum sum;
     for (const Tensor& tensor : map_.tensors()) {
       const GroupSide& side = cache().side(tensor.group);
       if (side.places[static_cast<std::size_t>(rank_.value)].replica != 0) continue;
       const TokenRange range = wanted(side, job_.range());
       sum += checksum(side, rank_, tensor.layer,
-                      region_.memory().subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)),
+                      store_.memory().subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)),
                       cache().table(tensor.group), range.begin, range.end, job_.tokens);
     }
     return nlohmann::json{
@@ -160,11 +166,11 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
   }
 
   Expected<nlohmann::json> refill() {
-    fill_canary(cache(), map_, region_.memory());
+    if (auto ok = fill(); !ok) return tl::unexpected(ok.error());
     return nlohmann::json{{"say", "ready"}};
   }
 
-  // What memcpy does with as many bytes as this rank gets: in one piece, or page by page to the same pages.
+  // In host memory: what memcpy does with as many bytes as this rank gets: in one piece, or page by page to the same pages.
   Expected<nlohmann::json> copy(bool pages) {
     if (scratch_.empty()) scratch_.resize(static_cast<std::size_t>(map_.length()), std::byte{1});
     const std::int64_t from = now_ns();
@@ -172,7 +178,7 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
     if (pages) {
       bytes = copy_pages();
     } else {
-      std::memcpy(region_.base(), scratch_.data(), scratch_.size());
+      std::memcpy(store_.memory().data(), scratch_.data(), scratch_.size());
       bytes = map_.length();
     }
     return nlohmann::json{{"say", "copied"}, {"bytes", bytes}, {"from", from}, {"to", now_ns()}};
@@ -188,7 +194,7 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
       const std::int64_t parts = side.tokens.rule == TokenRule::value ? side.tokens.parts : 1;
       for (const PageId page : table) {
         const std::int64_t to = page.value / parts, source = static_cast<std::int64_t>(random()) % pages;
-        std::memcpy(region_.base() + tensor.offset + to * stride, scratch_.data() + tensor.offset + source * stride,
+        std::memcpy(store_.memory().data() + tensor.offset + to * stride, scratch_.data() + tensor.offset + source * stride,
                     static_cast<std::size_t>(stride));
         bytes += stride;
       }
@@ -197,8 +203,8 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
   }
 
   TensorMap map_, staging_map_;
-  Region region_, staging_;
-  std::vector<GeometryId> geometries_;  // of region_ and staging_
+  RankStore store_, staging_;
+  std::vector<GeometryId> geometries_;  // of store_ and staging_
   std::vector<SourceAddress> sources_;
   std::vector<std::byte> scratch_;
 };

@@ -59,7 +59,8 @@ Expected<std::int64_t> memory_needed(const RunJob& job) {
   auto prefill = side_memory(job.loom, true), decode = side_memory(job.loom, false);
   if (!prefill) return prefill;
   if (!decode) return decode;
-  Expected<std::int64_t> staging = *decode;  // without the naive way: the memory that memcpy is measured from
+  // Without the naive way: the memory that memcpy is measured from.
+  Expected<std::int64_t> staging = job.transport.on_host() ? *decode : 0;
   if (job.naive) staging = side_memory(job.naive->send, false);
   if (!staging) return staging;
   const auto both = checked_add(*prefill, *decode);
@@ -68,12 +69,12 @@ Expected<std::int64_t> memory_needed(const RunJob& job) {
   return *all;
 }
 
-Expected<RunJob> make_run_job(const Job& job, const std::string& tables, bool naive) {
+Expected<RunJob> make_run_job(const Job& job, const std::string& tables, const TransportWords& transport, bool naive) {
   auto plan = compile(job.prefill, job.decode, job.total());
   if (!plan) return tl::unexpected(plan.error());
   auto made = make_tables(*plan, *job.tokens, tables);
   if (!made) return tl::unexpected(made.error());
-  RunJob out{{std::move(*plan), std::move(*made)}, {}, *job.tokens, job.prefix, 1, std::chrono::seconds(120)};
+  RunJob out{{std::move(*plan), std::move(*made)}, {}, *job.tokens, job.prefix, transport, std::chrono::seconds(120)};
   if (naive) {
     auto scheme = make_naive(job, out.loom);
     if (!scheme) return tl::unexpected(scheme.error());

@@ -11,6 +11,7 @@
 #include "kvloom/plan/plan.h"
 #include "kvloom/tools/job.h"
 #include "kvloom/tools/tables.h"
+#include "kvloom/tools/transport_words.h"
 
 namespace kvloom {
 
@@ -30,16 +31,17 @@ struct RunJob {
   Scheme loom;
   std::optional<NaiveScheme> naive;
   std::int64_t tokens = 0, prefix = 0;
-  int copy_threads = 1;  // a decode rank
+  TransportWords transport;
   std::chrono::seconds patience{120};
 
   TokenRange range() const { return {prefix, tokens}; }
 };
 
-// `tables`: the words of --tables.  @error as compile and make_tables; exhausted: more memory than this machine has free, said beforehand
-Expected<RunJob> make_run_job(const Job& job, const std::string& tables, bool naive);
+// `tables`: the words of --tables.  @pre the naive way: caches in host memory
+// @error as compile and make_tables; exhausted: more memory than this machine has free, said beforehand
+Expected<RunJob> make_run_job(const Job& job, const std::string& tables, const TransportWords& transport, bool naive);
 
-// Bytes of memory that all ranks together will take.
+// Bytes of host memory that all ranks together will take: with GPUs, for the views of their caches.
 Expected<std::int64_t> memory_needed(const RunJob& job);
 
 }  // namespace kvloom

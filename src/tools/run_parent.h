@@ -20,7 +20,7 @@ struct RunReport {
   std::int64_t sent_bytes = 0, naive_sent_bytes = 0;  // delivered, by the transport's word
   std::int64_t posts = 0, runs = 0;
   double seconds = 0, naive_seconds = 0;
-  double memcpy_gb_per_s = 0, page_memcpy_gb_per_s = 0;  // all decode ranks at once, as in the transfer
+  double memcpy_gb_per_s = 0, page_memcpy_gb_per_s = 0;  // of host memory only: all decode ranks at once, as in the transfer
   bool checksums_equal = false;
 };
 

@@ -38,21 +38,22 @@ class PrefillRank : public RankProcess<SourceEndpoint, SourceEvent> {
 
   // The prefill itself: every page of every layer that this rank computes.
   Expected<void> prepare() {
-    if (auto ok = open_transport(false); !ok) return ok;
+    if (auto ok = open_transport(true); !ok) return ok;
     auto map = TensorMap::make(plan(), true, rank_, job_.loom.tables.prefill);
     if (!map) return tl::unexpected(map.error());
     map_ = std::move(*map);
     std::vector<const Region*> regions;
     if (map_.length() > 0) {
-      auto region = transport_->allocate(Bytes(map_.length()));
-      if (!region) return tl::unexpected(region.error());
-      region_ = std::move(*region);
-      regions.push_back(&region_);
+      auto store = transport_.allocate(Bytes(map_.length()));
+      if (!store) return tl::unexpected(store.error());
+      store_ = std::move(*store);
+      regions.push_back(&store_.region());
     }
     for (const Tensor& tensor : map_.tensors()) {
       const bool state = cache().side(tensor.group).kind == GroupKind::state;
       write_rows(cache(), tensor, 0, state ? 1 : job_.tokens, memory(tensor));
     }
+    if (auto ok = store_.put_all(); !ok) return ok;
     auto local = LocalCache::make(std::make_shared<const Side>(plan().source()), rank_, regions, map_.placed(plan(), true));
     if (!local) return tl::unexpected(local.error());
     SourceOptions options;
@@ -64,7 +65,7 @@ class PrefillRank : public RankProcess<SourceEndpoint, SourceEvent> {
   }
 
   std::span<std::byte> memory(const Tensor& tensor) const {
-    return region_.memory().subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length));
+    return store_.memory().subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length));
   }
 
   // All layers are computed already: they are told one by one.
@@ -92,8 +93,9 @@ class PrefillRank : public RankProcess<SourceEndpoint, SourceEvent> {
       }
   }
 
-  // The checksum of what decode asks for, each replica group once.
+  // The checksum of what decode asks for, each replica group once: of what is there after the transfer.
   Expected<json> sum() const {
+    if (auto ok = store_.get_all(); !ok) return tl::unexpected(ok.error());
     Checksum all;
     for (const Tensor& tensor : map_.tensors()) {
       const GroupSide& side = cache().side(tensor.group);
@@ -108,7 +110,7 @@ class PrefillRank : public RankProcess<SourceEndpoint, SourceEvent> {
   }
 
   TensorMap map_;
-  Region region_;
+  RankStore store_;
 };
 
 }  // namespace

@@ -10,9 +10,9 @@
 #include "kvloom/session/source_endpoint.h"
 #include "kvloom/session/target_endpoint.h"
 #include "kvloom/tools/rank_memory.h"
+#include "kvloom/tools/rank_transport.h"
 #include "kvloom/tools/run_control.h"
 #include "kvloom/tools/run_job.h"
-#include "kvloom/transport/shm/shm.h"
 
 namespace kvloom {
 
@@ -31,14 +31,11 @@ class RankProcess {
   RankProcess(const RunJob& job, Rank rank, Channel& parent) : job_(job), rank_(rank), parent_(parent) {}
 
  protected:
-  // @error as ShmTransport::make
-  Expected<void> open_transport(bool listen) {
-    ShmOptions options;
-    if (listen) options.listen = "*";
-    options.copy_threads = job_.copy_threads;
-    auto made = ShmTransport::make(std::move(options));
-    if (!made) return tl::unexpected(made.error());
-    transport_ = std::move(*made);
+  // @error as kvloom::open_transport
+  Expected<void> open_transport(bool prefill) {
+    auto opened = kvloom::open_transport(job_.transport, prefill, rank_);
+    if (!opened) return tl::unexpected(opened.error());
+    transport_ = std::move(*opened);
     return {};
   }
 
@@ -66,7 +63,7 @@ class RankProcess {
   const RunJob& job_;
   Rank rank_;
   Channel& parent_;
-  std::unique_ptr<ShmTransport> transport_;
+  RankTransport transport_;
   std::unique_ptr<Endpoint> endpoint_;  // before the transport
 
  private:

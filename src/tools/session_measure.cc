@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <memory>
+#include <tuple>
 
 #include "kvloom/session/source_endpoint.h"
 #include "kvloom/session/target_endpoint.h"
 #include "kvloom/session/wire.h"
 #include "kvloom/tools/request_pages.h"
 #include "kvloom/tools/run_control.h"
-#include "kvloom/transport/shm/shm.h"
 
 namespace kvloom {
 namespace {
@@ -58,13 +58,13 @@ class Pair {
     auto side = side_of(layers);
     if (!side) return tl::unexpected(side.error());
     out->layers_ = layers;
-    auto from = ShmTransport::make({}), to = ShmTransport::make({.listen = "*", .hello = {}});
+    auto from = open_transport({}, true, Rank(0)), to = open_transport({}, false, Rank(0));
     if (!from) return tl::unexpected(from.error());
     if (!to) return tl::unexpected(to.error());
     out->from_ = std::move(*from);
     out->to_ = std::move(*to);
-    auto source_pages = RequestPages::make(*side, Rank(0), {pool}, 1, *out->from_);
-    auto target_pages = RequestPages::make(*side, Rank(0), {pool}, 2, *out->to_);
+    auto source_pages = RequestPages::make(*side, Rank(0), {pool}, 1, out->from_);
+    auto target_pages = RequestPages::make(*side, Rank(0), {pool}, 2, out->to_);
     if (!source_pages) return tl::unexpected(source_pages.error());
     if (!target_pages) return tl::unexpected(target_pages.error());
     out->source_pages_ = std::move(*source_pages);
@@ -98,8 +98,8 @@ class Pair {
     return target_->begin({key, geometry_, {{source_->address(), ""}}, {0, tokens}, std::move(*theirs), kTime});
   }
   void give_back(std::int64_t number) {
-    source_pages_->give_back(number);
-    target_pages_->give_back(number);
+    std::ignore = source_pages_->give_back(number);  // host memory: nothing can fail
+    std::ignore = target_pages_->give_back(number);
   }
   void poll() {
     source_->poll(std::chrono::nanoseconds(0), source_events_);
@@ -123,7 +123,7 @@ class Pair {
 
  private:
   Pair() = default;
-  std::unique_ptr<ShmTransport> from_, to_;
+  RankTransport from_, to_;
   std::unique_ptr<RequestPages> source_pages_, target_pages_;
   std::unique_ptr<SourceEndpoint> source_;
   std::unique_ptr<TargetEndpoint> target_;

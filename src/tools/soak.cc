@@ -10,6 +10,7 @@
 #include "kvloom/tools/cluster.h"
 #include "kvloom/tools/print.h"
 #include "kvloom/tools/request_trace.h"
+#include "kvloom/tools/transport_words.h"
 #include "kvloom/tools/verb.h"
 
 namespace kvloom {
@@ -21,6 +22,7 @@ constexpr const char* kSoakExamples =
     "Examples:\n"
     "  kvloom soak --requests 2000 --seed 7\n"
     "  kvloom soak --requests 300 --prefill cp=4:layers --decode dcp=2 --trace samples/requests.jsonl\n"
+    "  kvloom soak --requests 300 --transport cuda\n"
     "\n"
     "Requests of a trace's lengths (divided by --scale), several at once, in chunks, with prefix hits; some are cancelled at a "
     "random\n"
@@ -31,6 +33,7 @@ constexpr const char* kSoakExamples =
 struct SoakWords {
   std::int64_t requests = 2000, at_once = 16, seed = -1, cancel_percent = 5, kill_every = 200, scale = 64, most_tokens = 512;
   std::string prefill = "cp=2:layers", decode = "dcp=2", trace;
+  TransportWords transport;
   LogLevel log = LogLevel::error;
   bool json = false;
 };
@@ -120,6 +123,7 @@ class Soak {
     spec.decode = std::move(*decode);
     spec.tokens_at_once = words_.most_tokens * words_.at_once;
     spec.requests_at_once = words_.at_once;
+    spec.worker.transport = words_.transport;
     spec.worker.seed = random_();
     spec.worker.heartbeat = std::chrono::milliseconds(100);
     spec.worker.silence = kSilence;
@@ -344,17 +348,21 @@ Expected<std::vector<std::int64_t>> lengths(const SoakWords& words, std::mt19937
 }
 
 Expected<ExitCode> soak(const SoakWords& words, const Context& context) {
+  if (auto ok = check_transport(words.transport); !ok) return tl::unexpected(ok.error());
   const std::uint64_t seed = words.seed >= 0 ? static_cast<std::uint64_t>(words.seed) : std::random_device{}();
   std::mt19937_64 random(seed);
   auto tokens = lengths(words, random);
   if (!tokens) return tl::unexpected(tokens.error());
-  if (!words.json) fmt::print(context.out, "{} to {}, {} at once, seed {}\n", words.prefill, words.decode, words.at_once, seed);
+  if (!words.json)
+    fmt::print(context.out, "{} to {} over {}, {} at once, seed {}\n", words.prefill, words.decode, words.transport.name,
+               words.at_once, seed);
   const auto report = Soak(words, seed, std::move(*tokens), context).run();
   if (context.err_is_terminal) fmt::print(context.err, "\r\x1b[K");
   if (!report) return tl::unexpected(report.error());
   if (words.json) {
     fmt::print(context.out, "{}\n",
-               json{{"requests", words.requests},
+               json{{"transport", words.transport.name},
+                    {"requests", words.requests},
                     {"landed", report->landed},
                     {"cancelled", report->cancelled},
                     {"attempts", report->attempts},
@@ -406,6 +414,7 @@ void add_soak(CLI::App& app, Context& context) {
   verb->add_option("--prefill", words->prefill, "Sharding words of prefill")->capture_default_str();
   verb->add_option("--decode", words->decode, "Sharding words of decode")->capture_default_str();
   verb->add_option("--trace", words->trace, "Take lengths from this trace (default: drawn, most short, some long)");
+  add_transport_options(*verb, words->transport);
   add_log(*verb, words->log);
   verb->add_flag("--json", words->json, "Print JSON");
 }

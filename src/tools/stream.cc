@@ -284,7 +284,8 @@ json stream_json(const StreamReport& report, const StreamJob& job) {
                         {"one_shot_prefill_ms", r.one_shot_prefill_ms},
                         {"one_shot_tail_ms", r.one_shot_tail_ms},
                         {"wrong_bytes", r.wrong_bytes}});
-  return {{"requests", requests},
+  return {{"transport", job.worker.transport.name},
+          {"requests", requests},
           {"exposed_tail_ms", quantiles_json(report.exposed_tail)},
           {"one_shot_tail_ms", quantiles_json(report.one_shot_tail)},
           {"layer_wire_ms", report.layer_wire_ms},

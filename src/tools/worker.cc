@@ -13,8 +13,8 @@
 #include "kvloom/session/endpoint_thread.h"
 #include "kvloom/session/source_endpoint.h"
 #include "kvloom/session/target_endpoint.h"
+#include "kvloom/tools/rank_transport.h"
 #include "kvloom/tools/request_pages.h"
-#include "kvloom/transport/shm/shm.h"
 
 namespace kvloom {
 namespace {
@@ -95,7 +95,7 @@ class Worker {
  protected:
   virtual Expected<std::unique_ptr<Endpoint>> make_endpoint(Sinks sinks) = 0;
   virtual Expected<json> obey(const json& command) = 0;
-  virtual void happened(Event& event) = 0;
+  virtual Expected<void> happened(Event& event) = 0;  // an error ends the process: its memory is out of reach
   virtual void started() {}
 
   void say(const json& message) { std::ignore = channel_.send(message); }  // the other end is gone: the loop sees it
@@ -108,7 +108,7 @@ class Worker {
 
   const WorkerSpec& spec_;
   Channel& channel_;
-  std::unique_ptr<ShmTransport> transport_;
+  RankTransport transport_;
   std::unique_ptr<RequestPages> pages_;
   std::unique_ptr<Metrics> metrics_;
   std::unique_ptr<Trace> trace_;
@@ -117,13 +117,10 @@ class Worker {
 
  private:
   Expected<void> open() {
-    ShmOptions options;
-    if (!spec_.prefill) options.listen = "*";
-    options.copy_threads = spec_.copy_threads;
-    auto transport = ShmTransport::make(std::move(options));
+    auto transport = open_transport(spec_.transport, spec_.prefill, spec_.rank);
     if (!transport) return tl::unexpected(transport.error());
     transport_ = std::move(*transport);
-    auto pages = RequestPages::make(spec_.side, spec_.rank, spec_.pool_pages, spec_.seed, *transport_);
+    auto pages = RequestPages::make(spec_.side, spec_.rank, spec_.pool_pages, spec_.seed, transport_);
     if (!pages) return tl::unexpected(pages.error());
     pages_ = std::move(*pages);
     metrics_ = std::make_unique<Metrics>(spec_.prefill ? "prefill" : "decode", spec_.rank);
@@ -150,13 +147,14 @@ class Worker {
       const std::lock_guard lock(mutex_);
       events.swap(events_);
     }
-    for (Event& event : events) happened(event);
+    for (Event& event : events)
+      if (auto ok = happened(event); !ok) return ok;
     return {};
   }
 
   json answer(const json& command) {
     const std::string word = command["do"];
-    auto done = word == "state"     ? Expected<json>(state())
+    auto done = word == "state"     ? state()
                 : word == "metrics" ? Expected<json>(json{{"text", metrics_->text()}})
                 : word == "trace"   ? Expected<json>(json{{"file", write_trace(command["file"])}})
                                     : obey(command);
@@ -167,12 +165,14 @@ class Worker {
     return out;
   }
 
-  json state() {
-    return {{"taken", pages_->taken()},
-            {"wrong_free_bytes", pages_->wrong_free_bytes()},
-            {"descriptors", open_descriptors()},
-            {"resident_bytes", resident_bytes()},
-            {"open", thread_->ask([](Endpoint& endpoint) { return endpoint.open(); })}};
+  Expected<json> state() {
+    const auto wrong = pages_->wrong_free_bytes();
+    if (!wrong) return tl::unexpected(wrong.error());
+    return json{{"taken", pages_->taken()},
+                {"wrong_free_bytes", *wrong},
+                {"descriptors", open_descriptors()},
+                {"resident_bytes", resident_bytes()},
+                {"open", thread_->ask([](Endpoint& endpoint) { return endpoint.open(); })}};
   }
 
   // A trace is larger than a message may be.
@@ -244,7 +244,8 @@ class PrefillWorker final : public Worker<SourceEndpoint, SourceEvent> {
     for (const json& request : command["requests"]) {
       const std::int64_t number = request["request"], total = request["total"];
       if (auto tables = pages_->take(number, total, total); !tables) return tl::unexpected(tables.error());
-      for (const LayerId layer : pages_->layers()) pages_->fill(number, layer, 0, total, total);
+      for (const LayerId layer : pages_->layers())
+        if (auto ok = pages_->fill(number, layer, 0, total, total); !ok) return tl::unexpected(ok.error());
     }
     return json::object();
   }
@@ -256,9 +257,9 @@ class PrefillWorker final : public Worker<SourceEndpoint, SourceEvent> {
     const std::int64_t request = command["request"], begin = command["begin"], end = command["end"], total = command["total"];
     if (auto ok = take(key, request, end, total); !ok) return tl::unexpected(ok.error());
     for (const LayerId layer : layers_of(command)) {
-      pages_->fill(request, layer, begin, end, total);
+      if (auto ok = pages_->fill(request, layer, begin, end, total); !ok) return tl::unexpected(ok.error());
       pass(command.value("layer_ns", std::int64_t{0}), command.value("busy", false));
-      thread_->post([=](SourceEndpoint& endpoint) { endpoint.ready(key, layer, end); });
+      if (auto ok = ready(key, layer, end); !ok) return tl::unexpected(ok.error());
     }
     if (end == total && command.value("payload", 0) > 0)
       thread_->post([key, bytes = std::vector<std::byte>(command["payload"].get<std::size_t>(), std::byte{7})](
@@ -310,35 +311,44 @@ class PrefillWorker final : public Worker<SourceEndpoint, SourceEvent> {
         if (trace_ != nullptr)
           trace_->span(track, "compute", "layer", from, monotonic_now(),
                        {.transfer = key, .layer = layer, .tokens = TokenRange{step["begin"], end}});
-        if (mode == "stream" && std::binary_search(own.begin(), own.end(), layer)) ready(key, layer, end);
+        if (mode == "stream" && std::binary_search(own.begin(), own.end(), layer))
+          if (auto ok = ready(key, layer, end); !ok) return tl::unexpected(ok.error());
       }
       // Layers that no forward pass counts (a draft model's) come with the last one.
       for (const LayerId layer : own)
-        if (mode == "stream" && layer.value >= layers) ready(key, layer, end);
+        if (mode == "stream" && layer.value >= layers)
+          if (auto ok = ready(key, layer, end); !ok) return tl::unexpected(ok.error());
       const std::int64_t ended = now_ns();
       if (mode == "one shot" && end == total)
-        for (const LayerId layer : own) ready(key, layer, end);
+        for (const LayerId layer : own)
+          if (auto ok = ready(key, layer, end); !ok) return tl::unexpected(ok.error());
       times.push_back({{"request", request}, {"begun", begun}, {"ended", ended}, {"last", end == total}});
     }
     return json{{"times", times}};
   }
 
-  void ready(const TransferKey& key, LayerId layer, std::int64_t end) {
-    thread_->post([=](SourceEndpoint& endpoint) { endpoint.ready(key, layer, end); });
+  // Once the rank's device has done what it was given before.
+  Expected<void> ready(const TransferKey& key, LayerId layer, std::int64_t end) {
+    auto after = transport_.computed();
+    if (!after) return tl::unexpected(after.error());
+    thread_->post([=, after = std::move(*after)](SourceEndpoint& endpoint) { endpoint.ready(key, layer, end, after); });
+    return {};
   }
 
-  void happened(SourceEvent& event) override {
+  Expected<void> happened(SourceEvent& event) override {
     if (auto* ended = std::get_if<SourceEnded>(&event)) {
       json out = ended_json(ended->key, ended->outcome, ended->why, ended->at);
       out["tail_ns"] = ended->exposed_tail.count();
       say(out);
     } else if (const auto* released = std::get_if<SourceReleased>(&event)) {
       if (const auto at = open_.find(released->key); at != open_.end()) {
-        if (!at->second.hold) pages_->give_back(at->second.request);
+        if (!at->second.hold)
+          if (auto ok = pages_->give_back(at->second.request); !ok) return ok;
         open_.erase(at);
       }
       say(about("released", released->key));
     }
+    return {};
   }
 
   std::map<TransferKey, Open> open_;
@@ -392,21 +402,23 @@ class DecodeWorker final : public Worker<TargetEndpoint, TargetEvent> {
               command.value("layers", false),
               false};
     auto tables = pages_->take(open.request, open.total, open.total);
-    if (!tables) {
-      pages_->give_back(open.request);
-      return tl::unexpected(tables.error());
-    }
+    if (!tables) return given_back(open.request, tables.error());
     Want want{key,        geometry_,          {},
               open.range, std::move(*tables), std::chrono::milliseconds(command["time_ms"].get<std::int64_t>())};
     for (const json& source : command["sources"]) want.sources.push_back({source, ""});
     open_[key] = open;
     auto ok = thread_->ask([&](TargetEndpoint& endpoint) { return endpoint.begin(std::move(want)); });
     if (!ok) {
-      pages_->give_back(open.request);
       open_.erase(key);
-      return tl::unexpected(ok.error());
+      return given_back(open.request, ok.error());
     }
     return json::object();
+  }
+
+  // `why`, or why the pages can't be given back.
+  tl::unexpected<Error> given_back(std::int64_t request, const Error& why) {
+    const auto ok = pages_->give_back(request);
+    return tl::unexpected(ok ? why : ok.error());
   }
 
   // @pre held, and over
@@ -414,18 +426,21 @@ class DecodeWorker final : public Worker<TargetEndpoint, TargetEvent> {
     const auto at = open_.find(key);
     if (at == open_.end()) return fail(Code::invalid_argument, "transfer {} is not held here", to_string(key));
     const Open& open = at->second;
-    json out = {{"wrong", open.landed ? pages_->wrong_bytes(open.request, open.range, open.total) : 0}, {"landed", open.landed}};
-    pages_->give_back(open.request);
+    const auto wrong = open.landed ? pages_->wrong_bytes(open.request, open.range, open.total) : 0;
+    if (!wrong) return tl::unexpected(wrong.error());
+    json out = {{"wrong", *wrong}, {"landed", open.landed}};
+    if (auto ok = pages_->give_back(open.request); !ok) return tl::unexpected(ok.error());
     open_.erase(at);
     return out;
   }
 
-  void happened(TargetEvent& event) override {
+  Expected<void> happened(TargetEvent& event) override {
     if (const auto* layer = std::get_if<LayerLanded>(&event)) {
-      if (const auto at = open_.find(layer->key); at == open_.end() || !at->second.layers) return;
+      if (const auto at = open_.find(layer->key); at == open_.end() || !at->second.layers) return {};
       json out = about("layer", layer->key);
       out["layer"] = layer->layer.value;
-      return say(out);
+      say(out);
+      return {};
     }
     if (const auto* ended = std::get_if<TargetEnded>(&event)) {
       json out = ended_json(ended->key, ended->outcome, ended->why, ended->at);
@@ -435,15 +450,21 @@ class DecodeWorker final : public Worker<TargetEndpoint, TargetEvent> {
       out["payload"] = payload;
       Open& open = open_[ended->key];
       open.landed = ended->outcome == Outcome::landed;
-      if (open.landed && !open.hold) out["wrong"] = pages_->wrong_bytes(open.request, open.range, open.total);
-      return say(out);
+      if (open.landed && !open.hold) {
+        const auto wrong = pages_->wrong_bytes(open.request, open.range, open.total);
+        if (!wrong) return tl::unexpected(wrong.error());
+        out["wrong"] = *wrong;
+      }
+      say(out);
+      return {};
     }
     const TransferKey& key = std::get<TargetReleased>(event).key;
     if (const auto at = open_.find(key); at != open_.end() && !at->second.hold) {
-      pages_->give_back(at->second.request);
+      if (auto ok = pages_->give_back(at->second.request); !ok) return ok;
       open_.erase(at);
     }
     say(about("released", key));
+    return {};
   }
 
   GeometryId geometry_;

@@ -19,6 +19,7 @@
 #include "kvloom/session/pacer.h"
 #include "kvloom/session/session.h"
 #include "kvloom/tools/run_control.h"
+#include "kvloom/tools/transport_words.h"
 
 namespace kvloom {
 
@@ -32,7 +33,7 @@ struct WorkerSpec {
   SessionLimits limits;
   std::chrono::nanoseconds heartbeat = std::chrono::milliseconds(250), silence = std::chrono::seconds(1);
   PaceLimits pace;
-  int copy_threads = 1;
+  TransportWords transport;
   bool trace = false;
   LogLevel log = LogLevel::error;
 

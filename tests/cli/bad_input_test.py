@@ -30,6 +30,9 @@ class BadInput(unittest.TestCase):
     def plan(self, prefill, decode, *more, model=None):
         return ["plan", *(model or self.mla), "--prefill", prefill, "--decode", decode, *more]
 
+    def moves(self, *more):
+        return ["run", *self.mla, "--prefill", "tp=1", "--decode", "tp=1", "--tokens", 64, "--html", "", "--json", *more]
+
     def test_no_verb_and_unknown_ones(self):
         self.refused([], "kvloom: say what to do: a verb is required", "See 'kvloom --help'")
         self.refused(["pln"], "kvloom: unknown verb pln; did you mean plan?")
@@ -115,6 +118,29 @@ class BadInput(unittest.TestCase):
             done = subprocess.run([cli.KVLOOM, "describe", *self.mla], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
         self.assertEqual(done.returncode, 1)
         self.assertIn("can't write the result", done.stderr)
+
+    def test_transports(self):
+        for verb in (self.moves(), self.moves("--stream"), ["soak"]):
+            with self.subTest(verb[0]):
+                self.refused([*verb, "--transport", "nonsense"], "--transport: 'nonsense' is not known here: shm or cuda")
+                self.refused([*verb, "--prefill-gpus", "0"], "--prefill-gpus is for --transport cuda; this is shm")
+                self.refused([*verb, "--decode-gpus", "0"], "--decode-gpus is for --transport cuda; this is shm")
+                for gpus in ("0,x", "", "0,", "-1", "1.5", "99999999999"):
+                    self.refused([*verb, "--transport", "cuda", "--decode-gpus=" + gpus], "--decode-gpus")
+                self.refused([*verb, "--transport", "cuda", "--decode-gpus", "0,x"], "--decode-gpus: '0,x' is no list of GPUs: write 0, or 0,1")
+
+    def test_cuda_where_it_is_not_built_or_has_no_gpu(self):
+        cuda = json.loads(cli.run("doctor", "--json")[1])["cuda"]
+        if "built without CUDA" in cuda["why"]:
+            for verb in (self.moves(), self.moves("--stream"), ["soak"]):
+                self.refused([*verb, "--transport", "cuda"],
+                             "--transport cuda: this kvloom was built without CUDA: configure with -DKVLOOM_CUDA=ON")
+            return
+        self.refused(self.moves("--transport", "cuda", "--naive"), "--naive moves host memory only")
+        if not cuda["works"]:
+            self.refused(self.moves("--transport", "cuda"), " rank 0: ", code=1)
+        else:
+            self.refused(self.moves("--transport", "cuda", "--prefill-gpus", 1000), "prefill rank 0: GPU 1000 of ", code=1)
 
     def tables(self, document, *sentences, prefill="tp=2", decode="tp=1"):
         text = document if isinstance(document, str) else json.dumps(document)

@@ -140,6 +140,15 @@ class Output(unittest.TestCase):
         self.assertEqual(code, 0 if told["transports"][0]["can_run"] else 1)
         self.assertTrue(all(t["why"] for t in told["transports"]))
         self.assertIn("plain", told["copy_kernels"])
+        cuda = told["cuda"]
+        if cuda["works"]:
+            self.assertGreater(len(cuda["gpus"]), 0)
+            self.assertEqual(len(cuda["links"]), len(cuda["gpus"]) * (len(cuda["gpus"]) - 1))
+        if "built without CUDA" in cuda["why"]:
+            self.assertIn("-DKVLOOM_CUDA=ON", told["transports"][2]["why"])
+            self.assertEqual(cuda["choices"], [])
+        else:
+            self.assertEqual(len(cuda["choices"]), 3)
         self.assertGreater(told["cores"], 0)
         self.assertGreater(told["memory"]["usable"], 0)
         self.assertIn("shm", cli.run("doctor")[1])

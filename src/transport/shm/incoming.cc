@@ -96,7 +96,7 @@ Expected<std::uint64_t> Incoming::available() const {
 }
 
 Expected<bool> Incoming::consume(Bytes& budget) {
-  const std::uint64_t before = taken_;
+  const std::uint64_t taken_before = taken_, answered_before = answered_;
   const bool resumed = partial_.has_value();
   missing_.reset();
   if (auto ok = recheck(); !ok) return tl::unexpected(ok.error());
@@ -105,9 +105,7 @@ Expected<bool> Incoming::consume(Bytes& budget) {
   if (auto ok = take_slots(left); !ok) return tl::unexpected(ok.error());
   budget += left;
   if (auto ok = flush(); !ok) return tl::unexpected(ok.error());
-  const auto settled = settle();
-  if (!settled) return settled;
-  return resumed || *settled || taken_ != before;
+  return resumed || answered_ != answered_before || taken_ != taken_before;
 }
 
 Expected<void> Incoming::take_slots(Bytes& budget) {
@@ -263,29 +261,25 @@ Expected<void> Incoming::flush() {
   begin_ = end_ = 0;
   if (!told_now_.empty()) batches_.push_back({std::exchange(told_now_, {}), starts_});
   publish(ours_.header().consumed, taken_);
-  const auto settled = settle();
-  if (!settled) return tl::unexpected(settled.error());
-  return {};
+  return settle();
 }
 
 // Tells what is finished: to the source by answers, to our owner by notices.
-Expected<bool> Incoming::settle() {
+Expected<void> Incoming::settle() {
   const auto finished = queue_->finished();
   if (!finished) return fail(Scope::peer, finished.error().code, "{}", finished.error().message);
   // A source that gives up on us says so before it uses its memory again. If it had not when all was read, what we read was what
   // it posted.
   load_fence();
   if (theirs_.header().closed.load() != 0) return fail(Scope::peer, Code::unavailable, "the peer closed the connection");
-  bool any = false;
   for (; !batches_.empty() && batches_.front().starts <= *finished; batches_.pop_front()) {
-    any = true;
     for (Told& told : batches_.front().told) {
       ours_.put(ours_.answer(answered_++), told.answer);
       if (told.notice) events_.emplace_back(Notice{peer_, told.tag, std::move(*told.notice)});
     }
   }
   publish(ours_.header().answered, answered_);
-  return any;
+  return {};
 }
 
 }  // namespace kvloom::shm

@@ -90,7 +90,7 @@ class Incoming {
 
   Expected<void> map(RegionId region, Offer offer);
   Expected<void> take_slots(Bytes& budget);
-  Expected<bool> settle();
+  Expected<void> settle();
   Expected<std::uint64_t> available() const;
   Expected<void> recheck();
   Expected<void> take_slot(Bytes& budget);

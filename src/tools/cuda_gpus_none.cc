@@ -1,0 +1,12 @@
+#include "kvloom/tools/cuda_gpus.h"
+#include "kvloom/tools/cuda_ranks.h"
+
+namespace kvloom {
+
+GpuLook look_at_gpus() {
+  GpuLook out;
+  out.why = cuda_is_built().error().message;
+  return out;
+}
+
+}  // namespace kvloom

@@ -1,0 +1,87 @@
+#include "kvloom/tools/cuda_ranks.h"
+
+#include "kvloom/transport/cuda/cuda.h"
+#include "kvloom/transport/cuda/device_work.h"
+
+namespace kvloom {
+namespace {
+
+// The GPU of a rank, with a stream of ours that waits for no other.
+class RankGpu final : public RankDevice {
+ public:
+  static Expected<std::shared_ptr<RankGpu>> make(cuda::GpuPtr gpu) {
+    std::shared_ptr<RankGpu> out(new RankGpu(std::move(gpu)));
+    const cuda::Gpu& of = *out->gpu_;
+    const cuda::Current here = of.current();
+    if (auto ok = of.check(of.driver().cuStreamCreateWithPriority(&out->stream_, CU_STREAM_NON_BLOCKING, 0), "a rank's stream");
+        !ok)
+      return tl::unexpected(ok.error());
+    return out;
+  }
+  RankGpu(const RankGpu&) = delete;
+  RankGpu& operator=(const RankGpu&) = delete;
+  ~RankGpu() override {
+    if (stream_ == nullptr) return;
+    const cuda::Current here = gpu_->current();
+    gpu_->driver().cuStreamDestroy(stream_);
+  }
+
+  Expected<void> put(std::byte* to, std::span<const std::byte> from) override {
+    const cuda::Current here = gpu_->current();
+    const auto address = reinterpret_cast<CUdeviceptr>(to);
+    if (auto ok = gpu_->check(gpu_->driver().cuMemcpyHtoDAsync(address, from.data(), from.size(), stream_), "{} B to GPU {}",
+                              from.size(), gpu_->ordinal());
+        !ok)
+      return ok;
+    return wait();
+  }
+
+  Expected<void> get(std::span<std::byte> to, const std::byte* from) override {
+    const cuda::Current here = gpu_->current();
+    const auto address = reinterpret_cast<CUdeviceptr>(from);
+    if (auto ok = gpu_->check(gpu_->driver().cuMemcpyDtoHAsync(to.data(), address, to.size(), stream_), "{} B from GPU {}",
+                              to.size(), gpu_->ordinal());
+        !ok)
+      return ok;
+    return wait();
+  }
+
+  Expected<std::shared_ptr<DeviceWork>> computed() override { return cuda::StreamWork::record(gpu_, stream_); }
+
+ private:
+  explicit RankGpu(cuda::GpuPtr gpu) : gpu_(std::move(gpu)) {}
+
+  // A copy from pageable memory may come back before it is on the GPU.
+  Expected<void> wait() const {
+    return gpu_->check(gpu_->driver().cuStreamSynchronize(stream_), "copies between GPU {} and its host", gpu_->ordinal());
+  }
+
+  cuda::GpuPtr gpu_;
+  CUstream stream_ = nullptr;
+};
+
+}  // namespace
+
+Expected<void> cuda_is_built() { return {}; }
+
+Expected<RankTransport> open_cuda(const TransportWords& words, bool prefill, Rank rank) {
+  auto driver = cuda::Driver::load();
+  if (!driver) return tl::unexpected(driver.error());
+  int visible = 0;
+  if (auto ok = cuda::check(**driver, (*driver)->cuDeviceGetCount(&visible), "counting GPUs"); !ok)
+    return tl::unexpected(ok.error());
+  if (visible == 0) return fail(Code::unsupported, "no GPU is visible to this process (nvidia-smi; CUDA_VISIBLE_DEVICES)");
+  CudaOptions options;
+  options.device = gpu_of(words, prefill, rank, visible);
+  options.driver = *driver;
+  if (!prefill) options.listen = "*";
+  auto gpu = cuda::Gpu::open(std::move(*driver), options.device);
+  if (!gpu) return tl::unexpected(gpu.error());
+  auto device = RankGpu::make(std::move(*gpu));
+  if (!device) return tl::unexpected(device.error());
+  auto made = CudaTransport::make(std::move(options));
+  if (!made) return tl::unexpected(made.error());
+  return RankTransport(std::move(*made), std::move(*device));
+}
+
+}  // namespace kvloom

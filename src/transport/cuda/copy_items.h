@@ -1,0 +1,77 @@
+// copy_items.h: what the copy kernel does, as a list of work and the arithmetic of its indices.  Stage: carry.  Values only.
+// Runs become *items* of up to 16 KiB: count pieces of `bytes` each, at absolute addresses. A warp takes one item at a time, so items of
+// one size load the warps evenly, whether they are a third of a page or sixty rows of one. An item is read and written in vectors of
+// 16, 8, 4, 2 or 1 bytes: the widest that divides its addresses, steps and piece.
+// Law (copy_items_test.cc): the items of any part of any stream of jobs, executed through vector_place, do what copy_range does; each byte
+// once, each access aligned. The kernel (copy_kernel.cu) and the fake driver of the tests walk items by this very function.
+// Thread: any.  Source: an item of 12 KiB is 3 rounds of 8 loads of 16 B in each of 32 lanes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#ifdef __CUDACC__
+#define KVLOOM_HD __host__ __device__ __forceinline__
+#else
+#define KVLOOM_HD inline
+#endif
+
+namespace kvloom {
+struct CopyJob;  // kvloom/transport/copy.h
+}
+
+namespace kvloom::cuda {
+
+// No item moves more. So a vector's index is below 2^14, which makes the division in vector_place exact.
+inline constexpr std::uint32_t kItemBytes = 16384;
+
+// Piece i goes from source + i * source_step to target + i * target_step.  48 bytes: a lane reads it in three loads.
+struct alignas(16) CopyItem {
+  std::uint64_t source = 0;      // address
+  std::uint64_t target = 0;      // address
+  std::int64_t source_step = 0;  // bytes; 0 where count is 1
+  std::int64_t target_step = 0;  // bytes
+  std::uint32_t bytes = 0;       // of a piece; bytes * count is 1 to kItemBytes
+  std::uint32_t count = 0;       // pieces
+  std::uint32_t reciprocal = 0;  // ceil(2^32 / vectors of a piece); 0: a piece is one vector
+  std::uint32_t log2_width = 0;  // vectors of 1 << log2_width bytes; 0 to 4
+};
+static_assert(sizeof(CopyItem) == 48);
+
+struct VectorPlace {
+  std::uint64_t source = 0;  // address
+  std::uint64_t target = 0;  // address
+};
+
+KVLOOM_HD std::uint32_t vector_count(const CopyItem& item, std::uint32_t log2_width) {
+  return (item.bytes * item.count) >> log2_width;
+}
+
+// a * b / 2^32
+KVLOOM_HD std::uint32_t high_product(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return __umulhi(a, b);  // the compiler takes the other form apart, and holds its parts in registers that it has not got
+#else
+  return static_cast<std::uint32_t>((static_cast<std::uint64_t>(a) * b) >> 32);
+#endif
+}
+
+// Where vector v of the item is read and written. `log2_width` is the item's: a kernel passes it as a constant.
+// The quotient v / per_piece is floor(v * ceil(2^32 / per_piece) / 2^32), exact for v * per_piece < 2^32.
+// Source: Granlund & Montgomery 1994, theorem 4.2.  @pre v < vector_count
+KVLOOM_HD VectorPlace vector_place(const CopyItem& item, std::uint32_t v, std::uint32_t log2_width) {
+  const std::uint32_t per_piece = item.bytes >> log2_width;
+  const std::uint32_t piece = item.reciprocal == 0 ? v : high_product(v, item.reciprocal);
+  const std::uint64_t within = static_cast<std::uint64_t>(v - piece * per_piece) << log2_width;
+  const std::int64_t i = piece;
+  return {item.source + static_cast<std::uint64_t>(i * item.source_step) + within,
+          item.target + static_cast<std::uint64_t>(i * item.target_step) + within};
+}
+
+// Appends the items of bytes [begin, end) of the stream of jobs, as copy_range (copy.h) would copy them.
+// @pre runs are checked; 0 <= begin <= end <= the sum of their totals    @cost O(items); allocates where `out` has to grow
+void append_items(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyItem>& out);
+
+}  // namespace kvloom::cuda

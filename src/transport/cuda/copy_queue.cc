@@ -1,0 +1,240 @@
+#include "kvloom/transport/cuda/copy_queue.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kvloom/transport/cuda/choice.h"
+
+namespace kvloom::cuda {
+namespace {
+
+constexpr std::size_t kLine = 64;    // between two words that different streams write
+constexpr int kQuietPolls = 4096;    // without progress: then the driver is asked whether something broke
+constexpr unsigned kThreads = 1024;  // of a block of the copy kernel
+
+// The piece's bytes [from, to).
+void add_rest(const CopyJob& job, std::int64_t piece, std::int64_t from, std::int64_t to, std::vector<CopyJob>& out) {
+  if (from >= to) return;
+  Run rest = job.run;
+  rest.source_offset += job.run.source_step * piece + Bytes(from);
+  rest.target_offset += job.run.target_step * piece + Bytes(from);
+  rest.bytes = Bytes(to - from);
+  rest.count = 1;
+  rest.source_step = rest.target_step = Bytes(0);
+  out.push_back({job.target, job.source, rest});
+}
+
+void cut(const CopyJob& job, std::int64_t begin, std::int64_t end, std::vector<CopyJob>& out) {
+  const std::int64_t piece = job.run.bytes.value;
+  const std::int64_t first = (begin + piece - 1) / piece, last = end / piece;  // whole pieces [first, last)
+  if (first > last) return add_rest(job, last, begin - last * piece, end - last * piece, out);
+  if (begin < first * piece) add_rest(job, first - 1, begin - (first - 1) * piece, piece, out);
+  if (first < last) {
+    CopyJob whole = job;
+    whole.run.source_offset += job.run.source_step * first;
+    whole.run.target_offset += job.run.target_step * first;
+    whole.run.count = last - first;
+    if (whole.run.count == 1) whole.run.source_step = whole.run.target_step = Bytes(0);
+    out.push_back(whole);
+  }
+  add_rest(job, last, 0, end - last * piece, out);
+}
+
+// With steps that rise: a 2-D copy has no others.
+Run rising(Run run) {
+  if (run.count == 1 || run.source_step.value > 0) return run;
+  const std::int64_t last = run.count - 1;
+  run.source_offset += run.source_step * last;
+  run.target_offset += run.target_step * last;
+  run.source_step = Bytes(-run.source_step.value);
+  run.target_step = Bytes(-run.target_step.value);
+  return run;
+}
+
+}  // namespace
+
+void cut_jobs(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyJob>& out) {
+  std::int64_t at = 0;
+  for (const CopyJob& job : jobs) {
+    const std::int64_t total = job.run.total().value;
+    const std::int64_t from = std::max(begin - at, std::int64_t{0}), to = std::min(end - at, total);
+    if (from < to) cut(job, from, to, out);
+    at += total;
+    if (at >= end) return;
+  }
+}
+
+Expected<std::unique_ptr<GpuCopyQueue>> GpuCopyQueue::make(GpuPtr gpu, CopyLimits limits, CopyCounts& counts) {
+  std::unique_ptr<GpuCopyQueue> queue(new GpuCopyQueue(std::move(gpu), limits, counts));
+  if (auto ok = queue->set_up(); !ok) return tl::unexpected(ok.error());
+  return queue;
+}
+
+Expected<void> GpuCopyQueue::set_up() {
+  const Current here = gpu_->current();
+  const Driver& driver = gpu_->driver();
+  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&words_, 2 * kLine, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
+                            "{} B of pinned memory", 2 * kLine);
+      !ok)
+    return ok;
+  std::memset(words_, 0, 2 * kLine);
+  auto* at = static_cast<std::byte*>(words_);
+  for (Lane* lane : {&engine_, &kernel_}) {
+    lane->word = reinterpret_cast<volatile std::uint32_t*>(at);
+    if (auto ok = gpu_->check(driver.cuMemHostGetDevicePointer(&lane->word_address, at, 0), "pinned memory seen by the GPU"); !ok)
+      return ok;
+    at += kLine;
+    if (auto ok =
+            gpu_->check(driver.cuStreamCreateWithPriority(&lane->stream, CU_STREAM_NON_BLOCKING, limits_.priority), "a stream");
+        !ok)
+      return ok;
+  }
+  return gpu_->check(driver.cuStreamCreateWithPriority(&upload_, CU_STREAM_NON_BLOCKING, limits_.priority), "a stream");
+}
+
+Expected<void> GpuCopyQueue::set_up(List& list) {
+  const Driver& driver = gpu_->driver();
+  void* pinned = nullptr;
+  constexpr std::size_t kBytes = kMostItems * sizeof(CopyItem);
+  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&pinned, kBytes, CU_MEMHOSTALLOC_PORTABLE), "{} B of pinned memory", kBytes);
+      !ok)
+    return ok;
+  list.pinned = static_cast<CopyItem*>(pinned);
+  if (auto ok = gpu_->check(driver.cuMemAlloc(&list.device, kBytes), "{} B for the copy kernel's list", kBytes); !ok) return ok;
+  return gpu_->check(driver.cuEventCreate(&list.uploaded, CU_EVENT_DISABLE_TIMING), "an event");
+}
+
+GpuCopyQueue::~GpuCopyQueue() {
+  drain();
+  const Current here = gpu_->current();
+  const Driver& driver = gpu_->driver();
+  for (const List& list : lists_) {
+    if (list.uploaded != nullptr) driver.cuEventDestroy(list.uploaded);
+    if (list.device != 0) driver.cuMemFree(list.device);
+    if (list.pinned != nullptr) driver.cuMemFreeHost(list.pinned);
+  }
+  for (const CUstream stream : {engine_.stream, kernel_.stream, upload_})
+    if (stream != nullptr) driver.cuStreamDestroy(stream);
+  if (words_ != nullptr) driver.cuMemFreeHost(words_);
+}
+
+Expected<void> GpuCopyQueue::start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
+  const Current here = gpu_->current();
+  whole_.clear();
+  listed_.clear();
+  items_.clear();
+  cut_jobs(jobs, begin, end, whole_);
+  std::int64_t listed = 0;
+  bool engine = false;
+  for (const CopyJob& job : whole_) {
+    if (choose(job.run).way == Way::kernel) {
+      listed_.push_back(job);
+      listed += job.run.total().value;
+      continue;
+    }
+    if (auto ok = copy_2d(job); !ok) return ok;
+    engine = true;
+  }
+  if (engine)
+    if (auto ok = mark(engine_); !ok) return ok;
+  append_items(listed_, 0, listed, items_);
+  for (std::span<const CopyItem> rest = items_; !rest.empty();) {
+    const std::size_t count = std::min(rest.size(), kMostItems);
+    if (auto ok = launch(rest.first(count)); !ok) return ok;
+    rest = rest.subspan(count);
+  }
+  counts_.by_kernel += Bytes(listed);
+  counts_.by_engine += Bytes(end - begin - listed);
+  in_flight_ += Bytes(end - begin);
+  started_.push_back({engine_.put, kernel_.put, Bytes(end - begin)});
+  return {};
+}
+
+Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {
+  const Driver& driver = gpu_->driver();
+  const Run run = rising(job.run);
+  const auto source = reinterpret_cast<CUdeviceptr>(job.source) + static_cast<CUdeviceptr>(run.source_offset.value);
+  const auto target = reinterpret_cast<CUdeviceptr>(job.target) + static_cast<CUdeviceptr>(run.target_offset.value);
+  ++counts_.engine_calls;
+  if (run.count == 1)
+    return gpu_->check(driver.cuMemcpyAsync(target, source, static_cast<std::size_t>(run.bytes.value), engine_.stream),
+                       "copying {} B", run.bytes.value);
+  CUDA_MEMCPY2D copy = {};
+  copy.srcMemoryType = copy.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
+  copy.srcDevice = source;
+  copy.dstDevice = target;
+  copy.srcPitch = static_cast<std::size_t>(run.source_step.value);
+  copy.dstPitch = static_cast<std::size_t>(run.target_step.value);
+  copy.WidthInBytes = static_cast<std::size_t>(run.bytes.value);
+  copy.Height = static_cast<std::size_t>(run.count);
+  return gpu_->check(driver.cuMemcpy2DAsync(&copy, engine_.stream), "a 2-D copy of {} x {} B", run.count, run.bytes.value);
+}
+
+Expected<void> GpuCopyQueue::launch(std::span<const CopyItem> items) {
+  const Driver& driver = gpu_->driver();
+  if (lists_.size() < kLists) {
+    lists_.emplace_back();
+    next_list_ = lists_.size() - 1;
+    if (auto ok = set_up(lists_.back()); !ok) return ok;
+  }
+  List& list = lists_[next_list_];
+  next_list_ = (next_list_ + 1) % lists_.size();
+  if (!kernel_.has(list.mark))
+    if (auto ok = gpu_->check(driver.cuStreamSynchronize(kernel_.stream), "waiting for a copy"); !ok) return ok;
+  std::copy(items.begin(), items.end(), list.pinned);
+  if (auto ok = gpu_->check(driver.cuMemcpyHtoDAsync(list.device, list.pinned, items.size_bytes(), upload_), "the kernel's list");
+      !ok)
+    return ok;
+  if (auto ok = gpu_->check(driver.cuEventRecord(list.uploaded, upload_), "an event"); !ok) return ok;
+  if (auto ok = gpu_->check(driver.cuStreamWaitEvent(kernel_.stream, list.uploaded, 0), "an event"); !ok) return ok;
+  CUdeviceptr address = list.device;
+  auto count = static_cast<unsigned>(items.size());
+  void* arguments[] = {&address, &count};
+  constexpr unsigned kWarps = kThreads / 32;
+  const auto blocks = std::min(static_cast<unsigned>(limits_.blocks), (count + kWarps - 1) / kWarps);
+  if (auto ok = gpu_->check(
+          driver.cuLaunchKernel(gpu_->copy_items(), blocks, 1, 1, kThreads, 1, 1, 0, kernel_.stream, arguments, nullptr),
+          "the copy kernel, {} items", count);
+      !ok)
+    return ok;
+  ++counts_.kernel_launches;
+  counts_.items += count;
+  if (auto ok = mark(kernel_); !ok) return ok;
+  list.mark = kernel_.put;
+  return {};
+}
+
+Expected<void> GpuCopyQueue::mark(Lane& lane) {
+  return gpu_->check(
+      gpu_->driver().cuStreamWriteValue32(lane.stream, lane.word_address, ++lane.put, CU_STREAM_WRITE_VALUE_DEFAULT),
+      "a stream's mark");
+}
+
+Expected<std::uint64_t> GpuCopyQueue::finished() {
+  const std::uint64_t before = finished_;
+  for (; !started_.empty() && engine_.has(started_.front().engine) && kernel_.has(started_.front().kernel);
+       started_.pop_front()) {
+    in_flight_ -= started_.front().bytes;
+    ++finished_;
+  }
+  if (started_.empty() || finished_ != before) {
+    quiet_polls_ = 0;
+    return finished_;
+  }
+  if (++quiet_polls_ < kQuietPolls) return finished_;
+  quiet_polls_ = 0;
+  const Current here = gpu_->current();
+  for (const Lane* lane : {&engine_, &kernel_})
+    if (const CUresult result = gpu_->driver().cuStreamQuery(lane->stream); result != CUDA_ERROR_NOT_READY)
+      if (auto ok = gpu_->check(result, "copying from a peer"); !ok) return tl::unexpected(ok.error());
+  return finished_;
+}
+
+void GpuCopyQueue::drain() {
+  if (engine_.stream == nullptr || (engine_.has(engine_.put) && kernel_.has(kernel_.put))) return;
+  const Current here = gpu_->current();
+  for (const Lane* lane : {&engine_, &kernel_})  // an error: the context is broken, and its streams have stopped
+    gpu_->driver().cuStreamSynchronize(lane->stream);
+}
+
+}  // namespace kvloom::cuda

@@ -1,0 +1,97 @@
+// copy_queue.h: copies out of one peer's memory by a GPU: runs that a copy engine takes go there, all others are the copy kernel's list
+// (choice.h).  Stage: carry.
+//
+//   start --runs--> engine stream: 2-D copies ---------------------> write `done` of the engine
+//         --items-> upload stream: the list --event--> kernel stream: the kernel --> write `done` of the kernel
+//
+// The streams write how far they are into pinned words, which `finished` reads: no system call, no lock, and nothing spins on the GPU.
+// Nothing of it waits for the peer: what was posted was computed before. So to drain takes as long as the bytes in flight do, whatever
+// the peer does.  Owner: a connection.  Thread: the transport's.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "kvloom/transport/cuda/copy_items.h"
+#include "kvloom/transport/cuda/memory.h"
+
+namespace kvloom::cuda {
+
+struct CopyLimits {
+  Bytes in_flight{256 << 20};  // of one peer: how long a drain takes, 0.7 ms over NVLink
+  int blocks = 8;              // of the copy kernel, of 1024 threads: on H200 8 move 350 GB/s, all SMs 366
+  int priority = 0;            // of its streams; lower goes first, as CUDA has it
+};
+
+// Copies of one kind, so far.  For metrics, tests and `bench`.
+struct CopyCounts {
+  std::int64_t engine_calls = 0, kernel_launches = 0, items = 0;
+  Bytes by_engine, by_kernel;
+};
+
+class GpuCopyQueue final : public shm::CopyQueue {
+ public:
+  // @error exhausted: no streams or pinned memory
+  static Expected<std::unique_ptr<GpuCopyQueue>> make(GpuPtr gpu, CopyLimits limits, CopyCounts& counts);
+  ~GpuCopyQueue() override;
+
+  Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override;
+  Expected<std::uint64_t> finished() override;
+  Bytes room() const override { return std::max(limits_.in_flight - in_flight_, Bytes(0)); }
+  Bytes batch() const override { return std::min(Bytes(limits_.in_flight.value / 2), kMostBatch); }
+  void drain() override;
+
+ private:
+  static constexpr Bytes kMostBatch{128 << 20};
+  static constexpr std::size_t kMostItems = 32768;  // of a launch
+  static constexpr std::size_t kLists = 4;
+
+  // A stream, and how much of what was put into it is done.
+  struct Lane {
+    CUstream stream = nullptr;
+    volatile std::uint32_t* word = nullptr;  // pinned; the stream writes it
+    CUdeviceptr word_address = 0;
+    std::uint32_t put = 0;
+    std::uint32_t done() const { return *word; }
+    bool has(std::uint32_t mark) const { return static_cast<std::int32_t>(done() - mark) >= 0; }
+  };
+  // A kernel's list: worded in pinned memory, read in the GPU's.
+  struct List {
+    CopyItem* pinned = nullptr;  // [kMostItems]
+    CUdeviceptr device = 0;      // [kMostItems]
+    CUevent uploaded = nullptr;
+    std::uint32_t mark = 0;  // of the kernel lane: then it is free again
+  };
+  struct Started {
+    std::uint32_t engine = 0, kernel = 0;  // marks
+    Bytes bytes;
+  };
+
+  GpuCopyQueue(GpuPtr gpu, CopyLimits limits, CopyCounts& counts) : gpu_(std::move(gpu)), limits_(limits), counts_(counts) {}
+  Expected<void> set_up();
+  Expected<void> set_up(List& list);
+  Expected<void> copy_2d(const CopyJob& job);
+  Expected<void> launch(std::span<const CopyItem> items);
+  Expected<void> mark(Lane& lane);
+  void free_pinned(void* memory) const;
+
+  GpuPtr gpu_;
+  CopyLimits limits_;
+  CopyCounts& counts_;
+  Lane engine_, kernel_;
+  CUstream upload_ = nullptr;
+  void* words_ = nullptr;  // pinned: of both lanes, a line apart
+  std::vector<List> lists_;
+  std::size_t next_list_ = 0;
+  std::deque<Started> started_;
+  std::uint64_t finished_ = 0;
+  Bytes in_flight_;
+  int quiet_polls_ = 0;                  // without progress, since the driver was asked for errors
+  std::vector<CopyJob> whole_, listed_;  // of the start that is being made
+  std::vector<CopyItem> items_;
+};
+
+// Appends bytes [begin, end) of the stream of jobs as jobs of whole runs: what is cut becomes a run of its whole pieces and the rests.
+void cut_jobs(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyJob>& out);
+
+}  // namespace kvloom::cuda

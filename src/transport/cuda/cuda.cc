@@ -1,0 +1,70 @@
+#include "kvloom/transport/cuda/cuda.h"
+
+#include "kvloom/transport/shm/incoming.h"
+
+namespace kvloom {
+namespace {
+
+class GpuDevice final : public shm::Device {
+ public:
+  GpuDevice(cuda::GpuPtr gpu, cuda::CopyLimits limits, bool allocate_on_host, std::shared_ptr<cuda::CopyCounts> counts)
+      : gpu_(std::move(gpu)), limits_(limits), allocate_on_host_(allocate_on_host), counts_(std::move(counts)) {}
+
+  Abilities abilities() const override {
+    return {.name = "cuda",
+            .can_fence_frozen_peer = true,
+            .can_revoke = true,
+            .needs_target_progress = true,
+            .source_must_be_allocated = false,
+            .crosses_processes = true,
+            .crosses_hosts = false,
+            .copy_a_poll = limits_.in_flight,
+            .max_notice_bytes = shm::kMostNotice};
+  }
+  // A launch, what words a run, a piece, a byte over NVLink: docs/gpu.md.
+  Cost cost() const override { return {.per_post = 6000, .per_run = 60, .per_piece = 1, .per_byte = 0.0028}; }
+  std::uint64_t protocol() const override { return kProtocol; }
+
+  Expected<std::shared_ptr<shm::LocalMemory>> allocate(Bytes length) override {
+    return allocate_on_host_ ? cuda::allocate_pinned(gpu_, length) : cuda::allocate_on_gpu(gpu_, length);
+  }
+  Expected<std::shared_ptr<shm::LocalMemory>> lend(std::span<std::byte> memory) override { return cuda::lend(gpu_, memory); }
+  Expected<std::unique_ptr<shm::PeerMemory>> map(shm::Offer offer) override { return cuda::map(gpu_, std::move(offer)); }
+  Expected<std::unique_ptr<shm::CopyQueue>> queue() override {
+    auto queue = cuda::GpuCopyQueue::make(gpu_, limits_, *counts_);
+    if (!queue) return tl::unexpected(queue.error());
+    return std::move(*queue);
+  }
+
+ private:
+  static constexpr std::uint64_t kProtocol = 0x6b766c6f6f6d0102;  // "kvloom", cuda, version 2: others are not spoken to
+
+  cuda::GpuPtr gpu_;
+  cuda::CopyLimits limits_;
+  bool allocate_on_host_;
+  std::shared_ptr<cuda::CopyCounts> counts_;
+};
+
+}  // namespace
+
+Expected<std::unique_ptr<CudaTransport>> CudaTransport::make(CudaOptions options) {
+  if (options.copies.blocks < 1 || options.copies.in_flight.value < (1 << 20))
+    return fail(Code::invalid_argument, "{} blocks of the copy kernel, {} B in flight: at least 1 and 1 MiB",
+                options.copies.blocks, options.copies.in_flight.value);
+  if (options.driver == nullptr) {
+    auto driver = cuda::Driver::load();
+    if (!driver) return tl::unexpected(driver.error());
+    options.driver = std::move(*driver);
+  }
+  auto gpu = cuda::Gpu::open(std::move(options.driver), options.device);
+  if (!gpu) return tl::unexpected(gpu.error());
+  auto ends =
+      open({std::move(options.listen), std::move(options.hello), options.slots, options.answers, options.most_peers}, "cuda");
+  if (!ends) return tl::unexpected(ends.error());
+  auto counts = std::make_shared<cuda::CopyCounts>();
+  auto device = std::make_unique<GpuDevice>(*gpu, options.copies, options.allocate_on_host, counts);
+  return std::unique_ptr<CudaTransport>(
+      new CudaTransport(std::move(*ends), std::move(device), std::move(*gpu), std::move(counts)));
+}
+
+}  // namespace kvloom

@@ -1,0 +1,44 @@
+// cuda.h: the transport between processes of one host whose caches are in GPU memory.  Stage: carry.  shm/ring_transport.h over a GPU.
+// The target's GPU reads the source's memory over NVLink (or PCIe, or on one GPU), with its own streams: copy engines for pages at a constant
+// step, a kernel of few blocks for the rest. So a frozen or dead source can't write, and fencing is to drain our own streams (docs/gpu.md).
+// Regions: GPU memory of `device`, by whichever allocator, or host memory, which is pinned. One transport for each GPU of a process.
+// Thread: one (transport.h). What the GPU does beside it is waited for by poll alone; while copies run, `arm` gives nothing: poll on.
+#pragma once
+
+#include <memory>
+
+#include "kvloom/transport/cuda/copy_queue.h"
+#include "kvloom/transport/shm/ring_transport.h"
+
+namespace kvloom {
+
+struct CudaOptions {
+  std::string listen;  // this and the next: as shm::RingOptions
+  std::vector<std::byte> hello;
+  int device = 0;                 // ordinal, as CUDA_VISIBLE_DEVICES leaves them
+  bool allocate_on_host = false;  // allocate() gives pinned host memory
+  cuda::CopyLimits copies;
+  std::shared_ptr<const cuda::Driver> driver;  // shared with everything made here; null: the machine's own
+  std::uint64_t slots = 16384;
+  std::uint64_t answers = shm::RingOptions{}.answers;
+  std::size_t most_peers = shm::RingOptions{}.most_peers;
+};
+
+class CudaTransport final : public shm::RingTransport {
+ public:
+  // @error as ShmTransport::make; unsupported: no driver, no such GPU
+  static Expected<std::unique_ptr<CudaTransport>> make(CudaOptions options);
+
+  const cuda::Gpu& gpu() const { return *gpu_; }
+  const cuda::GpuPtr& gpu_owner() const { return gpu_; }
+  cuda::CopyCounts counts() const { return *counts_; }
+
+ private:
+  CudaTransport(Ends ends, std::unique_ptr<shm::Device> device, cuda::GpuPtr gpu, std::shared_ptr<cuda::CopyCounts> counts)
+      : RingTransport(std::move(ends), std::move(device)), gpu_(std::move(gpu)), counts_(std::move(counts)) {}
+
+  cuda::GpuPtr gpu_;
+  std::shared_ptr<cuda::CopyCounts> counts_;  // shared with the device, which counts
+};
+
+}  // namespace kvloom

@@ -1,0 +1,55 @@
+// gpu.h: one GPU of this process: its primary context, its names, the copy kernel.  Stage: carry.  A resource; shared by what stands on it.
+// Thread: any; `current` makes it the calling thread's for as long as it lives, and costs 100 ns.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+
+#include "kvloom/transport/cuda/driver.h"
+
+namespace kvloom::cuda {
+
+class Gpu {
+ public:
+  // @error unsupported (no driver, no such GPU), exhausted, io; sentences say what to do
+  static Expected<std::shared_ptr<const Gpu>> open(std::shared_ptr<const Driver> driver, int ordinal);
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+  ~Gpu();
+
+  const Driver& driver() const { return *driver_; }
+  const std::shared_ptr<const Driver>& driver_owner() const { return driver_; }
+  int ordinal() const { return ordinal_; }
+  CUdevice device() const { return device_; }
+  CUcontext context() const { return context_; }
+  const std::array<std::byte, 16>& uuid() const { return uuid_; }
+  const std::string& name() const { return name_; }
+  CUfunction copy_items() const { return copy_items_; }
+  int multiprocessors() const { return multiprocessors_; }
+
+  Current current() const { return Current(*driver_, context_); }
+  template <class... Args>
+  Expected<void> check(CUresult result, fmt::format_string<Args...> format, Args&&... args) const {
+    return cuda::check(*driver_, result, fmt::format(format, std::forward<Args>(args)...));
+  }
+
+  // The ordinal here of the GPU with this UUID.  @error unsupported: it is not visible to this process
+  Expected<int> ordinal_of(const std::array<std::byte, 16>& uuid) const;
+
+ private:
+  explicit Gpu(std::shared_ptr<const Driver> driver) : driver_(std::move(driver)) {}
+  Expected<void> load();
+
+  std::shared_ptr<const Driver> driver_;  // shared with the transport that it was made for
+  int ordinal_ = 0;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  std::array<std::byte, 16> uuid_{};
+  std::string name_;
+  int multiprocessors_ = 0;
+  CUmodule module_ = nullptr;
+  CUfunction copy_items_ = nullptr;
+};
+
+}  // namespace kvloom::cuda

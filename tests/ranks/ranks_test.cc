@@ -1,0 +1,126 @@
+// What the processes of ranks stand on: their memory as the CPU sees it, and the GPUs that they take.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kvloom/tools/cuda_ranks.h"
+#include "kvloom/tools/rank_transport.h"
+#include "kvloom/transport/shm/shm.h"
+
+namespace kvloom {
+namespace {
+
+using testing::HasSubstr;
+
+// A device that breaks down after a number of copies. Its memory is the region's.
+class CountedDevice final : public RankDevice {
+ public:
+  explicit CountedDevice(int good) : good_(good) {}
+  Expected<void> put(std::byte* to, std::span<const std::byte> from) override { return copy(to, from.data(), from.size()); }
+  Expected<void> get(std::span<std::byte> to, const std::byte* from) override { return copy(to.data(), from, to.size()); }
+  Expected<std::shared_ptr<DeviceWork>> computed() override { return nullptr; }
+
+ private:
+  Expected<void> copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (good_-- == 0) return fail(Code::io, "the device broke down");
+    std::memcpy(to, from, bytes);
+    return {};
+  }
+  int good_;
+};
+
+constexpr std::int64_t kLength = 4096;
+
+std::vector<int> bytes_of(std::span<const std::byte> memory) {
+  std::vector<int> out;
+  for (const std::byte b : memory) out.push_back(std::to_integer<int>(b));
+  return out;
+}
+
+TEST(RankStore, OfNoBytesHasNothingToPutOrGet) {
+  const RankStore store;
+  EXPECT_TRUE(store.memory().empty());
+  EXPECT_TRUE(store.put_all());
+  EXPECT_TRUE(store.get_all());
+}
+
+TEST(RankStore, OfHostMemoryIsTheRegionItself) {
+  const auto transport = open_transport({}, true, Rank(0)).value();
+  const auto store = transport.allocate(Bytes(kLength)).value();
+  EXPECT_EQ(store.memory().data(), store.region().base());
+  EXPECT_EQ(store.memory().size(), store.region().memory().size());
+  store.memory()[7] = std::byte{7};
+  ASSERT_TRUE(store.put(7, 1));
+  ASSERT_TRUE(store.get_all());
+  EXPECT_EQ(store.region().base()[7], std::byte{7});
+  EXPECT_EQ(transport.computed().value(), nullptr);
+}
+
+TEST(RankStore, OfADeviceCopiesTheRangeThatItIsToldAndNoOther) {
+  const RankTransport transport(ShmTransport::make({}).value(), std::make_shared<CountedDevice>(2));
+  const auto store = transport.allocate(Bytes(kLength)).value();
+  ASSERT_NE(store.memory().data(), store.region().base());
+  ASSERT_EQ(store.memory().size(), static_cast<std::size_t>(kLength));
+  EXPECT_EQ(bytes_of(store.memory()), std::vector<int>(kLength, 0));
+
+  std::fill(store.memory().begin(), store.memory().end(), std::byte{1});
+  ASSERT_TRUE(store.put(100, 20));
+  std::vector<int> region(kLength, 0);
+  std::fill_n(region.begin() + 100, 20, 1);
+  EXPECT_EQ(bytes_of(store.region().memory()), region);
+
+  ASSERT_TRUE(store.put(5, 0)) << "nothing of nothing: the device is not asked";
+  ASSERT_TRUE(store.get(110, 20));
+  std::vector<int> view(kLength, 1);
+  std::fill_n(view.begin() + 120, 10, 0);
+  EXPECT_EQ(bytes_of(store.memory()), view);
+}
+
+TEST(RankStore, SaysWhenItsDeviceBrokeDown) {
+  const RankTransport transport(ShmTransport::make({}).value(), std::make_shared<CountedDevice>(0));
+  const auto store = transport.allocate(Bytes(kLength)).value();
+  EXPECT_EQ(store.put_all().error().message, "the device broke down");
+}
+
+std::vector<int> gpus_of(const TransportWords& words, bool prefill, std::int32_t ranks, int visible) {
+  std::vector<int> out;
+  for (std::int32_t rank = 0; rank < ranks; ++rank) out.push_back(gpu_of(words, prefill, Rank(rank), visible));
+  return out;
+}
+
+TEST(TransportWords, GivePrefillTheFirstHalfOfTheGpusAndDecodeTheSecond) {
+  EXPECT_EQ(gpus_of({}, true, 3, 1), (std::vector{0, 0, 0}));
+  EXPECT_EQ(gpus_of({}, false, 3, 1), (std::vector{0, 0, 0}));
+  EXPECT_EQ(gpus_of({}, true, 3, 2), (std::vector{0, 0, 0}));
+  EXPECT_EQ(gpus_of({}, false, 3, 2), (std::vector{1, 1, 1}));
+  EXPECT_EQ(gpus_of({}, true, 3, 3), (std::vector{0, 0, 0}));
+  EXPECT_EQ(gpus_of({}, false, 3, 3), (std::vector{1, 2, 1}));
+  EXPECT_EQ(gpus_of({}, true, 6, 8), (std::vector{0, 1, 2, 3, 0, 1}));
+  EXPECT_EQ(gpus_of({}, false, 6, 8), (std::vector{4, 5, 6, 7, 4, 5}));
+}
+
+TEST(TransportWords, GiveTheGpusThatAreSaidInTurn) {
+  TransportWords words;
+  words.prefill_gpus = {3};
+  words.decode_gpus = {2, 0, 2};
+  EXPECT_EQ(gpus_of(words, true, 2, 4), (std::vector{3, 3}));
+  EXPECT_EQ(gpus_of(words, false, 4, 4), (std::vector{2, 0, 2, 2}));
+}
+
+TEST(TransportWords, AreRefusedInWordsThatSayWhatThereIs) {
+  TransportWords words;
+  EXPECT_TRUE(check_transport(words));
+  words.decode_gpus = {1};
+  EXPECT_THAT(check_transport(words).error().message, HasSubstr("--decode-gpus is for --transport cuda"));
+  words = {.name = "ucx"};
+  EXPECT_THAT(check_transport(words).error().message, HasSubstr("shm or cuda"));
+  EXPECT_FALSE(open_transport(words, true, Rank(0)));
+  words = {.name = "cuda"};
+  EXPECT_EQ(check_transport(words).has_value(), cuda_is_built().has_value());
+}
+
+}  // namespace
+}  // namespace kvloom
