@@ -9,7 +9,6 @@
 namespace kvloom::cuda {
 namespace {
 
-constexpr std::int64_t kMost = kItemBytes;
 constexpr std::int64_t kCut =
     512;  // big pieces are cut at multiples: what 32 lanes read at once, and whole lines where the piece has such
 
@@ -33,15 +32,17 @@ CopyItem item_of(const Pieces& pieces) {
     bits |= static_cast<std::uint64_t>(item.source_step) | static_cast<std::uint64_t>(item.target_step);
   }
   item.log2_width = static_cast<std::uint32_t>(std::countr_zero(bits));
+  item.reciprocal = 1;  // of one piece: its index is 0 for every vector
+  if (item.count == 1) return item;
   const std::uint64_t per_piece = item.bytes >> item.log2_width;
   item.reciprocal = static_cast<std::uint32_t>(((std::uint64_t{1} << 32) + per_piece - 1) / per_piece);  // 2^32 is 0
   return item;
 }
 
-// As few items as kItemBytes allows, of about one size.
-void append_pieces(Pieces pieces, std::vector<CopyItem>& out) {
-  if (pieces.bytes <= kMost) {
-    const std::int64_t items = ceil_div(pieces.count, kMost / pieces.bytes);
+// As few items of `most` bytes as there can be, of about one size.
+void append_pieces(Pieces pieces, std::int64_t most, std::vector<CopyItem>& out) {
+  if (pieces.bytes <= most) {
+    const std::int64_t items = ceil_div(pieces.count, most / pieces.bytes);
     const std::int64_t group = ceil_div(pieces.count, items);
     for (std::int64_t i = 0; i < pieces.count; i += group) {
       Pieces some = pieces;
@@ -52,7 +53,7 @@ void append_pieces(Pieces pieces, std::vector<CopyItem>& out) {
     }
     return;
   }
-  const std::int64_t part = ceil_div(ceil_div(pieces.bytes, ceil_div(pieces.bytes, kMost)), kCut) * kCut;
+  const std::int64_t part = ceil_div(ceil_div(pieces.bytes, ceil_div(pieces.bytes, most)), kCut) * kCut;
   for (std::int64_t i = 0; i < pieces.count; ++i) {
     const std::uint64_t source = pieces.source + static_cast<std::uint64_t>(i * pieces.source_step);
     const std::uint64_t target = pieces.target + static_cast<std::uint64_t>(i * pieces.target_step);
@@ -64,7 +65,7 @@ void append_pieces(Pieces pieces, std::vector<CopyItem>& out) {
 }
 
 // Bytes [begin, end) of one job's stream: the rest of a piece, whole pieces, the start of a piece.
-void append_job(const CopyJob& job, std::int64_t begin, std::int64_t end, std::vector<CopyItem>& out) {
+void append_job(const CopyJob& job, std::int64_t begin, std::int64_t end, std::int64_t most, std::vector<CopyItem>& out) {
   const Run& run = job.run;
   const std::int64_t bytes = run.bytes.value;
   const auto add = [&](std::int64_t piece, std::int64_t skip, std::int64_t take, std::int64_t count) {
@@ -74,7 +75,7 @@ void append_job(const CopyJob& job, std::int64_t begin, std::int64_t end, std::v
     append_pieces({reinterpret_cast<std::uintptr_t>(job.source) + static_cast<std::uint64_t>(source),
                    reinterpret_cast<std::uintptr_t>(job.target) + static_cast<std::uint64_t>(target), take, count,
                    run.source_step.value, run.target_step.value},
-                  out);
+                  most, out);
   };
   const std::int64_t first = ceil_div(begin, bytes), last = end / bytes;  // whole pieces
   if (first > last) return add(last, begin - last * bytes, end - begin, 1);
@@ -85,11 +86,12 @@ void append_job(const CopyJob& job, std::int64_t begin, std::int64_t end, std::v
 
 }  // namespace
 
-void append_items(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyItem>& out) {
+void append_items(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyItem>& out,
+                  std::uint32_t most) {
   for (const CopyJob& job : jobs) {
     if (end <= 0) break;
     const std::int64_t total = job.run.total().value;
-    if (begin < total) append_job(job, std::max<std::int64_t>(begin, 0), std::min(end, total), out);
+    if (begin < total) append_job(job, std::max<std::int64_t>(begin, 0), std::min(end, total), most, out);
     begin -= total;
     end -= total;
   }

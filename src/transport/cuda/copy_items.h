@@ -1,5 +1,5 @@
 // copy_items.h: what the copy kernel does, as a list of work and the arithmetic of its indices.  Stage: carry.  Values only.
-// Runs become *items* of up to 16 KiB: count pieces of `bytes` each, at absolute addresses. A warp takes one item at a time, so items of
+// Runs become *items* of up to 16 or 48 KiB: count pieces of `bytes` each, at absolute addresses. A warp takes one item at a time, so items of
 // one size load the warps evenly, whether they are a third of a page or sixty rows of one. An item is read and written in vectors of
 // 16, 8, 4, 2 or 1 bytes: the widest that divides its addresses, steps and piece.
 // Law (copy_items_test.cc): the items of any part of any stream of jobs, executed through vector_place, do what copy_range does; each byte
@@ -24,8 +24,10 @@ struct CopyJob;  // kvloom/transport/copy.h
 
 namespace kvloom::cuda {
 
-// No item moves more. So a vector's index is below 2^14, which makes the division in vector_place exact.
-inline constexpr std::uint32_t kItemBytes = 16384;
+// No item moves more: then (index of a vector) x (vectors of a piece) is below 2^32, which makes the division in vector_place exact.
+inline constexpr std::uint32_t kItemBytes = 49152;
+// Where a kernel has few pages, smaller items give each of its warps something; where it has many, larger ones cost the CPU less.
+inline constexpr std::uint32_t kSmallItemBytes = 16384;
 
 // Piece i goes from source + i * source_step to target + i * target_step.  48 bytes: a lane reads it in three loads.
 struct alignas(16) CopyItem {
@@ -35,7 +37,7 @@ struct alignas(16) CopyItem {
   std::int64_t target_step = 0;  // bytes
   std::uint32_t bytes = 0;       // of a piece; bytes * count is 1 to kItemBytes
   std::uint32_t count = 0;       // pieces
-  std::uint32_t reciprocal = 0;  // ceil(2^32 / vectors of a piece); 0: a piece is one vector
+  std::uint32_t reciprocal = 0;  // ceil(2^32 / vectors of a piece); 0: a piece is one vector; 1: there is one piece
   std::uint32_t log2_width = 0;  // vectors of 1 << log2_width bytes; 0 to 4
 };
 static_assert(sizeof(CopyItem) == 48);
@@ -70,8 +72,9 @@ KVLOOM_HD VectorPlace vector_place(const CopyItem& item, std::uint32_t v, std::u
           item.target + static_cast<std::uint64_t>(i * item.target_step) + within};
 }
 
-// Appends the items of bytes [begin, end) of the stream of jobs, as copy_range (copy.h) would copy them.
-// @pre runs are checked; 0 <= begin <= end <= the sum of their totals    @cost O(items); allocates where `out` has to grow
-void append_items(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyItem>& out);
+// Appends the items of bytes [begin, end) of the stream of jobs, as copy_range (copy.h) would copy them, of at most `most` bytes each.
+// @pre most <= kItemBytes; runs are checked; 0 <= begin <= end <= the sum of their totals    @cost O(items); allocates where `out` has to grow
+void append_items(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyItem>& out,
+                  std::uint32_t most = kSmallItemBytes);
 
 }  // namespace kvloom::cuda

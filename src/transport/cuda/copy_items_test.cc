@@ -132,7 +132,7 @@ TEST(CopyItems, TheDivisionIsExactForEveryPieceAndVector) {
                       kItemBytes / bytes, Bytes(kItemBytes), Bytes(1 << 20)};  // odd: vectors of 1 B
     const CopyJob job{nullptr, nullptr, run};
     std::vector<CopyItem> items;
-    append_items({&job, 1}, 0, run.total().value, items);
+    append_items({&job, 1}, 0, run.total().value, items, kItemBytes);
     ASSERT_EQ(items.size(), 1U);
     ASSERT_EQ(items[0].log2_width, 0U);
     const std::uint32_t last = bytes * items[0].count - 1;

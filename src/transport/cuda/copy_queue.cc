@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::size_t kLine = 64;    // between two words that different streams write
 constexpr int kQuietPolls = 4096;    // without progress: then the driver is asked whether something broke
+constexpr Bytes kMany{32 << 20};     // of a start: from here on the kernel's items are large ones
 constexpr unsigned kThreads = 1024;  // of a block of the copy kernel
 
 // The piece's bytes [from, to).
@@ -89,30 +90,38 @@ Expected<void> GpuCopyQueue::set_up() {
         !ok)
       return ok;
   }
-  return gpu_->check(driver.cuStreamCreateWithPriority(&upload_, CU_STREAM_NON_BLOCKING, limits_.priority), "a stream");
-}
-
-Expected<void> GpuCopyQueue::set_up(List& list) {
-  const Driver& driver = gpu_->driver();
-  void* pinned = nullptr;
-  constexpr std::size_t kBytes = kMostItems * sizeof(CopyItem);
-  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&pinned, kBytes, CU_MEMHOSTALLOC_PORTABLE), "{} B of pinned memory", kBytes);
+  if (auto ok = gpu_->check(driver.cuStreamCreateWithPriority(&upload_, CU_STREAM_NON_BLOCKING, limits_.priority), "a stream");
       !ok)
     return ok;
-  list.pinned = static_cast<CopyItem*>(pinned);
-  if (auto ok = gpu_->check(driver.cuMemAlloc(&list.device, kBytes), "{} B for the copy kernel's list", kBytes); !ok) return ok;
-  return gpu_->check(driver.cuEventCreate(&list.uploaded, CU_EVENT_DISABLE_TIMING), "an event");
+  return set_up_lists();
+}
+
+Expected<void> GpuCopyQueue::set_up_lists() {
+  const Driver& driver = gpu_->driver();
+  constexpr std::size_t kBytes = kMostItems * sizeof(CopyItem);
+  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&pinned_, kLists * kBytes, CU_MEMHOSTALLOC_PORTABLE), "{} B of pinned memory",
+                            kLists * kBytes);
+      !ok)
+    return ok;
+  if (auto ok = gpu_->check(driver.cuMemAlloc(&device_, kLists * kBytes), "{} B for the copy kernel's lists", kLists * kBytes);
+      !ok)
+    return ok;
+  for (std::size_t i = 0; i < kLists; ++i) {
+    lists_[i].pinned = static_cast<CopyItem*>(pinned_) + i * kMostItems;
+    lists_[i].device = device_ + i * kBytes;
+    if (auto ok = gpu_->check(driver.cuEventCreate(&lists_[i].uploaded, CU_EVENT_DISABLE_TIMING), "an event"); !ok) return ok;
+  }
+  return {};
 }
 
 GpuCopyQueue::~GpuCopyQueue() {
   drain();
   const Current here = gpu_->current();
   const Driver& driver = gpu_->driver();
-  for (const List& list : lists_) {
+  for (const List& list : lists_)
     if (list.uploaded != nullptr) driver.cuEventDestroy(list.uploaded);
-    if (list.device != 0) driver.cuMemFree(list.device);
-    if (list.pinned != nullptr) driver.cuMemFreeHost(list.pinned);
-  }
+  if (device_ != 0) driver.cuMemFree(device_);
+  if (pinned_ != nullptr) driver.cuMemFreeHost(pinned_);
   for (const CUstream stream : {engine_.stream, kernel_.stream, upload_})
     if (stream != nullptr) driver.cuStreamDestroy(stream);
   if (words_ != nullptr) driver.cuMemFreeHost(words_);
@@ -120,33 +129,43 @@ GpuCopyQueue::~GpuCopyQueue() {
 
 Expected<void> GpuCopyQueue::start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
   const Current here = gpu_->current();
-  whole_.clear();
-  listed_.clear();
   items_.clear();
-  cut_jobs(jobs, begin, end, whole_);
-  std::int64_t listed = 0;
-  bool engine = false;
-  for (const CopyJob& job : whole_) {
-    if (choose(job.run).way == Way::kernel) {
-      listed_.push_back(job);
-      listed += job.run.total().value;
+  engine_used_ = false;
+  item_bytes_ = end - begin >= kMany.value ? kItemBytes : kSmallItemBytes;
+  const Bytes engine_before = counts_.by_engine;
+  std::int64_t at = 0;
+  const bool few = jobs.size() <= kFew;
+  for (const CopyJob& job : jobs) {
+    const std::int64_t total = job.run.total().value;
+    const std::int64_t from = std::max(begin - at, std::int64_t{0}), to = std::min(end - at, total);
+    at += total;
+    if (from >= to) continue;
+    if (from == 0 && to == total) {
+      if (auto ok = copy(job, few); !ok) return ok;
       continue;
     }
-    if (auto ok = copy_2d(job); !ok) return ok;
-    engine = true;
+    cut_.clear();
+    cut_jobs({&job, 1}, from, to, cut_);
+    for (const CopyJob& part : cut_)
+      if (auto ok = copy(part, few); !ok) return ok;
   }
-  if (engine)
+  if (engine_used_)
     if (auto ok = mark(engine_); !ok) return ok;
-  append_items(listed_, 0, listed, items_);
   for (std::span<const CopyItem> rest = items_; !rest.empty();) {
     const std::size_t count = std::min(rest.size(), kMostItems);
     if (auto ok = launch(rest.first(count)); !ok) return ok;
     rest = rest.subspan(count);
   }
-  counts_.by_kernel += Bytes(listed);
-  counts_.by_engine += Bytes(end - begin - listed);
-  in_flight_ += Bytes(end - begin);
-  started_.push_back({engine_.put, kernel_.put, Bytes(end - begin)});
+  const Bytes all(end - begin);
+  counts_.by_kernel += all - (counts_.by_engine - engine_before);
+  in_flight_ += all;
+  started_.push_back({engine_.put, kernel_.put, all});
+  return {};
+}
+
+Expected<void> GpuCopyQueue::copy(const CopyJob& job, bool few) {
+  if (few ? fits_engine(job.run) : choose(job.run).way == Way::engine) return copy_2d(job);
+  append_items({&job, 1}, 0, job.run.total().value, items_, item_bytes_);
   return {};
 }
 
@@ -156,6 +175,8 @@ Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {
   const auto source = reinterpret_cast<CUdeviceptr>(job.source) + static_cast<CUdeviceptr>(run.source_offset.value);
   const auto target = reinterpret_cast<CUdeviceptr>(job.target) + static_cast<CUdeviceptr>(run.target_offset.value);
   ++counts_.engine_calls;
+  counts_.by_engine += run.total();
+  engine_used_ = true;
   if (run.count == 1)
     return gpu_->check(driver.cuMemcpyAsync(target, source, static_cast<std::size_t>(run.bytes.value), engine_.stream),
                        "copying {} B", run.bytes.value);
@@ -172,13 +193,8 @@ Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {
 
 Expected<void> GpuCopyQueue::launch(std::span<const CopyItem> items) {
   const Driver& driver = gpu_->driver();
-  if (lists_.size() < kLists) {
-    lists_.emplace_back();
-    next_list_ = lists_.size() - 1;
-    if (auto ok = set_up(lists_.back()); !ok) return ok;
-  }
   List& list = lists_[next_list_];
-  next_list_ = (next_list_ + 1) % lists_.size();
+  next_list_ = (next_list_ + 1) % kLists;
   if (!kernel_.has(list.mark))
     if (auto ok = gpu_->check(driver.cuStreamSynchronize(kernel_.stream), "waiting for a copy"); !ok) return ok;
   std::copy(items.begin(), items.end(), list.pinned);

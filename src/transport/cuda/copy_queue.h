@@ -9,6 +9,7 @@
 // the peer does.  Owner: a connection.  Thread: the transport's.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <vector>
 
@@ -43,8 +44,9 @@ class GpuCopyQueue final : public shm::CopyQueue {
 
  private:
   static constexpr Bytes kMostBatch{128 << 20};
-  static constexpr std::size_t kMostItems = 32768;  // of a launch
-  static constexpr std::size_t kLists = 4;
+  static constexpr std::size_t kMostItems = 8192;  // of a launch
+  static constexpr std::size_t kLists = 6;
+  static constexpr std::size_t kFew = 4;  // runs of a start that go by the engine whatever they cost: no list has to be brought
 
   // A stream, and how much of what was put into it is done.
   struct Lane {
@@ -55,7 +57,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
     std::uint32_t done() const { return *word; }
     bool has(std::uint32_t mark) const { return static_cast<std::int32_t>(done() - mark) >= 0; }
   };
-  // A kernel's list: worded in pinned memory, read in the GPU's.
+  // A kernel's list: worded in pinned memory, read in the GPU's. All of them are made with the queue: to pin memory takes a millisecond.
   struct List {
     CopyItem* pinned = nullptr;  // [kMostItems]
     CUdeviceptr device = 0;      // [kMostItems]
@@ -69,8 +71,9 @@ class GpuCopyQueue final : public shm::CopyQueue {
 
   GpuCopyQueue(GpuPtr gpu, CopyLimits limits, CopyCounts& counts) : gpu_(std::move(gpu)), limits_(limits), counts_(counts) {}
   Expected<void> set_up();
-  Expected<void> set_up(List& list);
+  Expected<void> set_up_lists();
   Expected<void> copy_2d(const CopyJob& job);
+  Expected<void> copy(const CopyJob& job, bool few);
   Expected<void> launch(std::span<const CopyItem> items);
   Expected<void> mark(Lane& lane);
   void free_pinned(void* memory) const;
@@ -80,15 +83,19 @@ class GpuCopyQueue final : public shm::CopyQueue {
   CopyCounts& counts_;
   Lane engine_, kernel_;
   CUstream upload_ = nullptr;
-  void* words_ = nullptr;  // pinned: of both lanes, a line apart
-  std::vector<List> lists_;
+  void* words_ = nullptr;   // pinned: of both lanes, a line apart
+  void* pinned_ = nullptr;  // of all lists
+  CUdeviceptr device_ = 0;  // of all lists
+  std::array<List, kLists> lists_;
   std::size_t next_list_ = 0;
   std::deque<Started> started_;
   std::uint64_t finished_ = 0;
   Bytes in_flight_;
-  int quiet_polls_ = 0;                  // without progress, since the driver was asked for errors
-  std::vector<CopyJob> whole_, listed_;  // of the start that is being made
+  int quiet_polls_ = 0;       // without progress, since the driver was asked for errors
+  std::vector<CopyJob> cut_;  // of the start that is being made
   std::vector<CopyItem> items_;
+  bool engine_used_ = false;
+  std::uint32_t item_bytes_ = kSmallItemBytes;
 };
 
 // Appends bytes [begin, end) of the stream of jobs as jobs of whole runs: what is cut becomes a run of its whole pieces and the rests.

@@ -229,18 +229,18 @@ TEST_F(CudaBeside, ARegionThatIsTakenBackIsNotWrittenAnyMore) {
 }
 
 TEST_F(CudaBeside, ACopyThatFailsCostsItsPeerAndSaysWhy) {
-  fake::fail_next("cuLaunchKernel", CUDA_ERROR_INVALID_VALUE);
+  fake::fail_next("cuMemcpyAsync", CUDA_ERROR_INVALID_VALUE);
   const PostId post = write();
   ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr && target_.count<PeerDown>() == 1; }));
   EXPECT_FALSE(outcome(post));
-  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("the copy kernel, 64 items: CUDA_ERROR_INVALID_VALUE"));
+  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("copying 1048576 B: CUDA_ERROR_INVALID_VALUE"));
 }
 
 TEST_F(CudaBeside, AGpuThatBreaksDownIsNoticed) {
   fake::hold();
   const PostId post = write();
   turn();
-  fake::fail_when_run("cuLaunchKernel", CUDA_ERROR_ECC_UNCORRECTABLE);
+  fake::fail_when_run("cuMemcpyAsync", CUDA_ERROR_ECC_UNCORRECTABLE);
   const PostId next = write();
   turn();
   fake::release_all();
