@@ -171,9 +171,9 @@ std::string mean_bytes(std::int64_t bytes, std::int64_t of) {
 }  // namespace
 
 void print_paths(std::FILE* out, const std::vector<MeasuredPath>& paths, std::size_t most) {
-  constexpr auto kLeft = TextTable::Align::left;
+  constexpr auto kAlignLeft = TextTable::Align::left;
   TextTable table(
-      {{"source"}, {"target"}, {"layers", kLeft}, {"tokens"}, {"pages"}, {"bytes"}, {"runs"}, {"a run"}, {"a piece"}});
+      {{"source"}, {"target"}, {"layers", kAlignLeft}, {"tokens"}, {"pages"}, {"bytes"}, {"runs"}, {"a run"}, {"a piece"}});
   for (std::size_t i = 0; i < std::min(most, paths.size()); ++i) {
     const MeasuredPath& path = paths[i];
     table.add({fmt::format("{}", path.source.value), fmt::format("{}", path.target.value), ids_text(path.layers),

@@ -17,7 +17,7 @@ Expected<bool> happened(const Gpu& gpu, CUevent event) {
 
 }  // namespace
 
-Expected<std::shared_ptr<StreamWork>> StreamWork::record(GpuPtr gpu, CUstream stream) {
+Expected<std::shared_ptr<StreamWork>> StreamWork::record(const GpuPtr& gpu, CUstream stream) {
   const Current here = gpu->current();
   CUevent event = nullptr;
   if (auto ok = gpu->check(gpu->driver().cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "an event"); !ok)

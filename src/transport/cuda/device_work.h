@@ -15,7 +15,7 @@ using GpuPtr = std::shared_ptr<const Gpu>;
 class StreamWork final : public DeviceWork {
  public:
   // Records an event.  @error io
-  static Expected<std::shared_ptr<StreamWork>> record(GpuPtr gpu, CUstream stream);
+  static Expected<std::shared_ptr<StreamWork>> record(const GpuPtr& gpu, CUstream stream);
   StreamWork(const StreamWork&) = delete;
   StreamWork& operator=(const StreamWork&) = delete;
   ~StreamWork() override;
