@@ -3,6 +3,8 @@
 #include "kvloom/transport/cuda/cuda.h"
 #include "kvloom/transport/cuda/device_work.h"
 
+extern const unsigned char kvloom_check_kernel_fatbin[];  // check_kernel.cu, embedded (cmake/kvloom_cuda.cmake)
+
 namespace kvloom {
 namespace {
 
@@ -24,6 +26,8 @@ class RankGpu final : public RankDevice {
     if (stream_ == nullptr) return;
     const cuda::Current here = gpu_->current();
     gpu_->driver().cuStreamDestroy(stream_);
+    if (scratch_ != 0) gpu_->driver().cuMemFree(scratch_);
+    if (checks_ != nullptr) gpu_->driver().cuModuleUnload(checks_);
   }
 
   Expected<void> put(std::byte* to, std::span<const std::byte> from) override {
@@ -46,6 +50,25 @@ class RankGpu final : public RankDevice {
     return wait();
   }
 
+  Expected<std::int64_t> count_wrong(const std::byte* there, std::span<const std::byte> expected) override {
+    const cuda::Current here = gpu_->current();
+    if (auto ok = make_room(expected.size()); !ok) return tl::unexpected(ok.error());
+    const cuda::Driver& driver = gpu_->driver();
+    std::uint64_t wrong = 0, bytes = expected.size();
+    CUdeviceptr got = reinterpret_cast<CUdeviceptr>(there), right = scratch_ + kCount, count = scratch_;
+    void* arguments[] = {&got, &right, &bytes, &count};
+    constexpr unsigned kBlocks = 256, kThreads = 256;
+    for (const CUresult result :
+         {driver.cuMemsetD8Async(count, 0, sizeof(wrong), stream_),
+          driver.cuMemcpyHtoDAsync(right, expected.data(), bytes, stream_),
+          driver.cuLaunchKernel(count_wrong_, kBlocks, 1, 1, kThreads, 1, 1, 0, stream_, arguments, nullptr),
+          driver.cuMemcpyDtoHAsync(&wrong, count, sizeof(wrong), stream_)})
+      if (auto ok = gpu_->check(result, "checking {} B on GPU {}", bytes, gpu_->ordinal()); !ok)
+        return tl::unexpected(ok.error());
+    if (auto ok = wait(); !ok) return tl::unexpected(ok.error());
+    return static_cast<std::int64_t>(wrong);
+  }
+
   Expected<std::shared_ptr<DeviceWork>> computed() override { return cuda::StreamWork::record(gpu_, stream_); }
 
  private:
@@ -56,8 +79,35 @@ class RankGpu final : public RankDevice {
     return gpu_->check(gpu_->driver().cuStreamSynchronize(stream_), "copies between GPU {} and its host", gpu_->ordinal());
   }
 
+  // For expected bytes, behind the count; and the kernel that counts.
+  Expected<void> make_room(std::size_t bytes) {
+    const cuda::Driver& driver = gpu_->driver();
+    if (checks_ == nullptr) {
+      if (auto ok = gpu_->check(driver.cuModuleLoadData(&checks_, kvloom_check_kernel_fatbin), "loading the kernel that checks");
+          !ok)
+        return ok;
+      if (auto ok = gpu_->check(driver.cuModuleGetFunction(&count_wrong_, checks_, "kvloom_count_wrong"), "finding it"); !ok)
+        return ok;
+    }
+    if (bytes <= room_) return {};
+    if (scratch_ != 0) driver.cuMemFree(std::exchange(scratch_, 0));
+    room_ = 0;
+    if (auto ok =
+            gpu_->check(driver.cuMemAlloc(&scratch_, bytes + kCount), "{} B to check a cache on GPU {}", bytes, gpu_->ordinal());
+        !ok)
+      return ok;
+    room_ = bytes;
+    return {};
+  }
+
+  static constexpr std::size_t kCount = 256;  // bytes before what is expected
+
   cuda::GpuPtr gpu_;
   CUstream stream_ = nullptr;
+  CUmodule checks_ = nullptr;
+  CUfunction count_wrong_ = nullptr;
+  CUdeviceptr scratch_ = 0;
+  std::size_t room_ = 0;
 };
 
 }  // namespace

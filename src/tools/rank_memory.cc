@@ -116,7 +116,7 @@ void fill_canary(const RankCache& cache, const TensorMap& map, std::span<std::by
            region.subspan(static_cast<std::size_t>(tensor.offset), static_cast<std::size_t>(tensor.length)));
 }
 
-CheckResult check_memory(const RankCache& cache, const TensorMap& map, TokenRange range, std::span<const std::byte> region) {
+Expected<CheckResult> check_memory(const RankCache& cache, const TensorMap& map, TokenRange range, const RankStore& store) {
   CheckResult result;
   std::vector<std::byte> expected;
   for (const Tensor& tensor : map.tensors()) {
@@ -124,9 +124,9 @@ CheckResult check_memory(const RankCache& cache, const TensorMap& map, TokenRang
     canary(owner_of(cache), tensor.offset, expected);
     const TokenRange want = wanted(cache.side(tensor.group), range);
     result.wanted += write_rows(cache, tensor, want.begin, want.end, expected);
-    const std::byte* got = region.data() + tensor.offset;
-    if (std::memcmp(got, expected.data(), expected.size()) == 0) continue;
-    for (std::size_t i = 0; i < expected.size(); ++i) result.wrong += got[i] != expected[i];
+    const auto wrong = store.count_wrong(tensor.offset, expected);
+    if (!wrong) return tl::unexpected(wrong.error());
+    result.wrong += *wrong;
   }
   return result;
 }

@@ -10,6 +10,7 @@
 #include "kvloom/base/error.h"
 #include "kvloom/bind/cache_memory.h"
 #include "kvloom/plan/plan.h"
+#include "kvloom/tools/rank_store.h"
 #include "kvloom/tools/tables.h"
 
 namespace kvloom {
@@ -73,7 +74,8 @@ struct CheckResult {
   std::int64_t wrong = 0;   // of all its bytes: wanted ones that are not as they should be, others that are not as they were
 };
 // All bytes of the rank's region: rows of `range` by the content function, everything else still the canary.
-CheckResult check_memory(const RankCache& cache, const TensorMap& map, TokenRange range, std::span<const std::byte> region);
+// @error as RankStore::count_wrong
+Expected<CheckResult> check_memory(const RankCache& cache, const TensorMap& map, TokenRange range, const RankStore& store);
 void fill_canary(const RankCache& cache, const TensorMap& map, std::span<std::byte> region);
 
 }  // namespace kvloom

@@ -1,5 +1,6 @@
 #include "kvloom/tools/rank_store.h"
 
+#include <cstring>
 #include <utility>
 
 namespace kvloom {
@@ -25,6 +26,16 @@ Expected<void> RankStore::get(std::int64_t offset, std::int64_t length) const {
   if (device_ == nullptr || length == 0) return {};
   return device_->get(memory().subspan(static_cast<std::size_t>(offset), static_cast<std::size_t>(length)),
                       region_.base() + offset);
+}
+
+Expected<std::int64_t> RankStore::count_wrong(std::int64_t offset, std::span<const std::byte> expected) const {
+  if (expected.empty()) return 0;
+  const std::byte* const got = region_.base() + offset;
+  if (device_ != nullptr) return device_->count_wrong(got, expected);
+  std::int64_t wrong = 0;
+  if (std::memcmp(got, expected.data(), expected.size()) != 0)
+    for (std::size_t i = 0; i < expected.size(); ++i) wrong += got[i] != expected[i];
+  return wrong;
 }
 
 }  // namespace kvloom

@@ -25,6 +25,8 @@ class RankDevice {
   // Both are done when they return. The outer address is the device's.  @error io: the device broke down
   virtual Expected<void> put(std::byte* to, std::span<const std::byte> from) = 0;
   virtual Expected<void> get(std::span<std::byte> to, const std::byte* from) = 0;
+  // Bytes from there on that are not as expected, counted where they lie.
+  virtual Expected<std::int64_t> count_wrong(const std::byte* there, std::span<const std::byte> expected) = 0;
   // All that was computed on it so far.  @error io
   virtual Expected<std::shared_ptr<DeviceWork>> computed() = 0;
 };
@@ -41,6 +43,8 @@ class RankStore {
   // @pre offset + length are inside of the region    @error as RankDevice
   Expected<void> put(std::int64_t offset, std::int64_t length) const;
   Expected<void> get(std::int64_t offset, std::int64_t length) const;
+  // Bytes of the region, from offset on, that are not as expected; the view is neither read nor changed.
+  Expected<std::int64_t> count_wrong(std::int64_t offset, std::span<const std::byte> expected) const;
   Expected<void> put_all() const { return put(0, region_.length().value); }
   Expected<void> get_all() const { return get(0, region_.length().value); }
 

@@ -150,8 +150,9 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
   }
 
   Expected<nlohmann::json> check() const {
+    const auto result = check_memory(cache(), map_, job_.range(), store_);
+    if (!result) return tl::unexpected(result.error());
     if (auto ok = store_.get_all(); !ok) return tl::unexpected(ok.error());
-    const CheckResult result = check_memory(cache(), map_, job_.range(), store_.memory());
     Checksum sum;
     for (const Tensor& tensor : map_.tensors()) {
       const GroupSide& side = cache().side(tensor.group);
@@ -162,7 +163,7 @@ class DecodeRank : public RankProcess<TargetEndpoint, TargetEvent> {
                       cache().table(tensor.group), range.begin, range.end, job_.tokens);
     }
     return nlohmann::json{
-        {"say", "checked"}, {"wanted", result.wanted}, {"wrong", result.wrong}, {"sum", sum.sum}, {"rows", sum.rows}};
+        {"say", "checked"}, {"wanted", result->wanted}, {"wrong", result->wrong}, {"sum", sum.sum}, {"rows", sum.rows}};
   }
 
   Expected<nlohmann::json> refill() {

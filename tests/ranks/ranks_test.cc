@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include "kvloom/tools/cuda_ranks.h"
@@ -21,6 +23,10 @@ class CountedDevice final : public RankDevice {
   explicit CountedDevice(int good) : good_(good) {}
   Expected<void> put(std::byte* to, std::span<const std::byte> from) override { return copy(to, from.data(), from.size()); }
   Expected<void> get(std::span<std::byte> to, const std::byte* from) override { return copy(to.data(), from, to.size()); }
+  Expected<std::int64_t> count_wrong(const std::byte* there, std::span<const std::byte> expected) override {
+    return std::inner_product(expected.begin(), expected.end(), there, std::int64_t{0}, std::plus<>(),
+                              [](std::byte right, std::byte got) { return std::int64_t{right != got}; });
+  }
   Expected<std::shared_ptr<DeviceWork>> computed() override { return nullptr; }
 
  private:
@@ -77,6 +83,22 @@ TEST(RankStore, OfADeviceCopiesTheRangeThatItIsToldAndNoOther) {
   std::vector<int> view(kLength, 1);
   std::fill_n(view.begin() + 120, 10, 0);
   EXPECT_EQ(bytes_of(store.memory()), view);
+}
+
+TEST(RankStore, CountsWrongBytesWhereTheyAre) {
+  const auto transport = *ShmTransport::make({});
+  for (const bool on_device : {false, true}) {
+    const auto store =
+        RankStore::make(*transport->allocate(Bytes(kLength)), on_device ? std::make_shared<CountedDevice>(0) : nullptr);
+    ASSERT_TRUE(store) << store.error().message;
+    std::vector<std::byte> expected(1000);
+    EXPECT_EQ(*store->count_wrong(100, expected), 0);
+    expected[0] = expected[999] = std::byte{1};
+    EXPECT_EQ(*store->count_wrong(100, expected), 2);
+    store->region().memory()[1099] = std::byte{1};
+    EXPECT_EQ(*store->count_wrong(100, expected), 1);
+    EXPECT_EQ(*store->count_wrong(0, {}), 0);
+  }
 }
 
 TEST(RankStore, SaysWhenItsDeviceBrokeDown) {
