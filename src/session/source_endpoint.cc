@@ -352,7 +352,9 @@ void SourceEndpoint::warm_up(Link& link, const Grant& grant) {
   link.warm = true;
   const RemoteCache& remote = *link.geometries.at(grant.geometry);
   if (remote.regions.empty()) return;
-  for (const RegionId region : cache_.regions) transport_.write({region, remote.regions.front(), grant.tag, {}});
+  // Under a tag that nobody admits: where a region can't be read, no tag of a transfer is broken by that.
+  constexpr Tag kNobodys{~std::uint64_t{0}};
+  for (const RegionId region : cache_.regions) transport_.write({region, remote.regions.front(), kNobodys, {}});
 }
 
 Expected<void> SourceEndpoint::learn_plan(const Link& link, const Grant& grant) {

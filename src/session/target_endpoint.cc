@@ -97,6 +97,13 @@ Expected<void> TargetEndpoint::check_tables(const Want& want, const Side& side) 
 }
 
 Expected<void> TargetEndpoint::begin(Want want) {
+  const auto gate = want.gate;
+  auto ok = try_begin(std::move(want));
+  if (!ok && gate != nullptr) gate->over();
+  return ok;
+}
+
+Expected<void> TargetEndpoint::try_begin(Want want) {
   if (waiting_.contains(want.key) || book_.find(want.key) != nullptr)
     return fail(Code::invalid_argument, "transfer {} is open: another attempt needs another epoch", to_string(want.key));
   if (want.key.name.empty() || want.key.name.size() > kMaxName)

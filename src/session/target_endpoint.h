@@ -145,6 +145,7 @@ class TargetEndpoint {
   void start_waiting();
   Expected<bool> try_start(const Want& want, Instant until);
   Expected<std::shared_ptr<const Side>> source_side(const Want& want);
+  Expected<void> try_begin(Want want);
   static Expected<void> check_range(const Want& want);
   static Expected<void> check_tables(const Want& want, const Side& side);
   Expected<void> check_geometry(const Described& described, GeometryId id) const;

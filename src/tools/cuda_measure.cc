@@ -70,6 +70,8 @@ class GpuPair {
     const std::vector<Run> runs = {{Bytes(0), Bytes(0), Bytes(kGpuPage)}};
     std::atomic<bool> heard = false;
     GpuClock::time_point end;
+    over_ = false;
+    started_ = GpuClock::now();
     std::thread target([&] {
       target_->take_over();
       std::vector<Event> events;
@@ -81,8 +83,6 @@ class GpuPair {
       heard = true;
       while (!over_) target_->poll({}, events);
     });
-    over_ = false;
-    started_ = GpuClock::now();
     const auto begin = GpuClock::now();
     (*gate)->landed(LayerId(0));
     while (!(*work)->is_done().value_or(true)) {}

@@ -106,6 +106,7 @@ struct Request {
   std::chrono::nanoseconds time = 20s;
   bool payload = false;
   std::int64_t number = 0;  // of its content
+  std::shared_ptr<LayerGate> gate;
 };
 
 inline Request request(std::int64_t tokens, std::int64_t chunk = 1 << 20, std::int64_t prefix = 0, std::string name = "req") {
@@ -189,7 +190,8 @@ class Cluster {
   Expected<void> begin(const Request& request, std::size_t n) {
     Decode& d = *decode[n];
     RankMemory& memory = *d.memories[request.geometry];
-    Want want{request.key, d.geometries[request.geometry], addresses(), {request.prefix, request.tokens}, {}, request.time};
+    Want want{request.key, d.geometries[request.geometry], addresses(), {request.prefix, request.tokens}, {}, request.time,
+              request.gate};
     Tables& tables = d.tables[request.key];
     for (std::size_t g = 0; g < memory.side->groups().size(); ++g) {
       tables.push_back(memory.cache->pool(g).take(memory.cache->columns(g, request.tokens, request.tokens), request.number));
@@ -211,7 +213,8 @@ class Cluster {
     }
   }
   // One layer of the tokens [begin, end), on every prefill rank that has it.
-  void compute(const Request& request, LayerId layer, std::int64_t begin, std::int64_t end) {
+  void compute(const Request& request, LayerId layer, std::int64_t begin, std::int64_t end,
+               const std::shared_ptr<DeviceWork>& after = nullptr) {
     for (auto& p : prefill) {
       if (!p->tables.contains(request.key)) continue;
       sim::Cache& cache = *p->memory->cache;
@@ -229,7 +232,7 @@ class Cluster {
         if (!state) cache.fill(request.number, g, layer, begin, end, request.tokens, table);
         if (state && end == request.tokens) cache.fill(request.number, g, layer, 0, 1, request.tokens, table);
       }
-      p->endpoint->ready(request.key, layer, end);
+      p->endpoint->ready(request.key, layer, end, after);
     }
   }
   void compute_all(const Request& request) {

@@ -69,6 +69,66 @@ TEST(Endpoints, TellLayersInOrderWhileLaterOnesAreStillToBeComputed) {
   EXPECT_TRUE(cluster.landed(r));
 }
 
+// ---- devices ----
+
+struct CountingGate final : LayerGate {
+  std::vector<LayerId> layers;
+  int overs = 0;
+  void landed(LayerId layer) override { layers.push_back(layer); }
+  void over() override { ++overs; }
+};
+
+struct LaterWork final : DeviceWork {
+  Expected<bool> state = false;
+  Expected<bool> is_done() override { return state; }
+};
+
+TEST(Endpoints, AGateOpensWithEachLayerAndOnceForAllWithTheEnd) {
+  for (const bool cancelled : {false, true}) {
+    Cluster cluster(shapes::mla());
+    cluster.add_prefill("cp=2:layers");
+    cluster.add_decode(1);
+    cluster.describe("tp=1");
+    Request r = request(8);
+    const auto gate = std::make_shared<CountingGate>();
+    r.gate = gate;
+    cluster.begin(r);
+    cluster.offer(r);
+    cluster.compute(r, LayerId(0), 0, 8);
+    ASSERT_TRUE(cluster.drive([&] { return gate->layers.size() == 1; }));
+    EXPECT_EQ(gate->overs, 0);
+    if (cancelled)
+      cluster.decode[0]->endpoint->cancel(r.key, "enough");
+    else
+      for (std::int32_t layer = 1; layer < 4; ++layer) cluster.compute(r, LayerId(layer), 0, 8);
+    ASSERT_TRUE(cluster.drive([&] { return cluster.over(r); }));
+    EXPECT_EQ(gate->overs, 1);
+    EXPECT_EQ(gate->layers.size(), cancelled ? 1U : 4U);
+  }
+}
+
+TEST(Endpoints, ALayerLeavesOnceItsDeviceHasComputedIt) {
+  Cluster cluster(shapes::mla());
+  cluster.add_prefill("tp=1");
+  cluster.add_decode(1);
+  cluster.describe("tp=1");
+  const Request r = request(8);
+  cluster.begin(r);
+  cluster.offer(r);
+  const auto work = std::make_shared<LaterWork>();
+  cluster.compute(r, LayerId(0), 0, 8, work);
+  for (int turn = 0; turn < 50; ++turn) cluster.poll();
+  EXPECT_TRUE(cluster.decode[0]->layers(r.key).empty());
+  work->state = true;
+  ASSERT_TRUE(cluster.drive([&] { return cluster.decode[0]->layers(r.key).size() == 1; }));
+  const auto broken = std::make_shared<LaterWork>();
+  broken->state = fail(Code::io, "the GPU broke down");
+  cluster.compute(r, LayerId(1), 0, 8, broken);
+  ASSERT_TRUE(cluster.drive([&] { return cluster.over(r); }));
+  EXPECT_THAT(cluster.decode[0]->find<TargetEnded>(r.key)->why.message,
+              testing::HasSubstr("layer 1 was not computed: the GPU broke down"));
+}
+
 TEST(Endpoints, ManyRequestsAtOnceKeepTheirBytesApart) {
   Cluster cluster(shapes::gqa(2), 5);
   cluster.add_prefill("cp=2:layers");

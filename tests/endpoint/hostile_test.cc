@@ -139,6 +139,17 @@ TEST(Endpoints, BadInputIsRefusedAndSaysWhatIsWrong) {
   EXPECT_TRUE(shapes::says(begin([](Want& w) { w.geometry = GeometryId(9); }), "geometry 9 is not described"));
   EXPECT_TRUE(shapes::says(begin([](Want& w) { w.range = {17, 16}; }), "tokens [17, 16)"));
   EXPECT_TRUE(shapes::says(begin([](Want& w) { w.time = 0ns; }), "a time of 0 ns"));
+  struct Gate final : LayerGate {
+    bool open = false;
+    void landed(LayerId) override {}
+    void over() override { open = true; }
+  };
+  const auto gate = std::make_shared<Gate>();
+  EXPECT_FALSE(begin([&](Want& w) {
+    w.gate = gate;
+    w.time = 0ns;
+  }));
+  EXPECT_TRUE(gate->open) << "nobody waits for what was refused";
   EXPECT_TRUE(shapes::says(begin([](Want& w) { w.tables.clear(); }), "0 page tables for 1 cache groups"));
   EXPECT_TRUE(shapes::says(begin([](Want& w) { w.tables[0].pages = {PageId(96)}; }), "group latent"));
   EXPECT_TRUE(shapes::says(begin([](Want& w) { w.sources.clear(); }), "0 prefill ranks are named: 1 to 4096 can be"));

@@ -8,6 +8,7 @@
 namespace kvloom::cuda {
 namespace {
 
+constexpr Bytes kNarrowest{64};                             // rows: an engine takes a nanosecond and more for each, however short
 constexpr std::int64_t kMostPitch = std::int64_t{1} << 31;  // CU_DEVICE_ATTRIBUTE_MAX_PITCH: 2^31 - 1 on all GPUs since 2010
 
 }  // namespace
@@ -16,6 +17,7 @@ const char* to_string(Way way) { return way == Way::engine ? "copy engine (2-D)"
 
 bool fits_engine(const Run& run) {
   if (run.count == 1) return true;
+  if (run.bytes < kNarrowest) return false;
   const std::int64_t source = run.source_step.value, target = run.target_step.value;
   if (source == 0 || target == 0 || (source < 0) != (target < 0)) return false;
   return std::abs(source) >= run.bytes.value && std::abs(target) >= run.bytes.value && std::abs(source) < kMostPitch &&

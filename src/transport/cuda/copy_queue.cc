@@ -129,12 +129,19 @@ GpuCopyQueue::~GpuCopyQueue() {
 
 Expected<void> GpuCopyQueue::start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
   const Current here = gpu_->current();
+  auto ok = try_start(jobs, begin, end);
+  if (!ok)  // what it has begun has no mark: wait for it here
+    for (const CUstream stream : {engine_.stream, upload_, kernel_.stream}) gpu_->driver().cuStreamSynchronize(stream);
+  return ok;
+}
+
+Expected<void> GpuCopyQueue::try_start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
   items_.clear();
   engine_used_ = false;
   item_bytes_ = end - begin >= kMany.value ? kItemBytes : kSmallItemBytes;
   const Bytes engine_before = counts_.by_engine;
   std::int64_t at = 0;
-  const bool few = jobs.size() <= kFew;
+  const bool few = jobs.size() <= kFew && end - begin <= kFewBytes.value;
   for (const CopyJob& job : jobs) {
     const std::int64_t total = job.run.total().value;
     const std::int64_t from = std::max(begin - at, std::int64_t{0}), to = std::min(end - at, total);

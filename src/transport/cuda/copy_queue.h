@@ -38,14 +38,18 @@ class GpuCopyQueue final : public shm::CopyQueue {
 
   Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override;
   Expected<std::uint64_t> finished() override;
-  Bytes room() const override { return std::max(limits_.in_flight - in_flight_, Bytes(0)); }
+  // None while the next list is still read: a start never waits.
+  Bytes room() const override {
+    return kernel_.has(lists_[next_list_].mark) ? std::max(limits_.in_flight - in_flight_, Bytes(0)) : Bytes(0);
+  }
   Bytes batch() const override { return std::min(Bytes(limits_.in_flight.value / 2), kMostBatch); }
   void drain() override;
 
  private:
   static constexpr Bytes kMostBatch{128 << 20};
   static constexpr std::size_t kMostItems = 8192;  // of a launch
-  static constexpr std::size_t kLists = 6;
+  static constexpr std::size_t kLists = 16;
+  static constexpr Bytes kFewBytes{1 << 20};
   static constexpr std::size_t kFew = 4;  // runs of a start that go by the engine whatever they cost: no list has to be brought
 
   // A stream, and how much of what was put into it is done.
@@ -71,6 +75,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
 
   GpuCopyQueue(GpuPtr gpu, CopyLimits limits, CopyCounts& counts) : gpu_(std::move(gpu)), limits_(limits), counts_(counts) {}
   Expected<void> set_up();
+  Expected<void> try_start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end);
   Expected<void> set_up_lists();
   Expected<void> copy_2d(const CopyJob& job);
   Expected<void> copy(const CopyJob& job, bool few);

@@ -1,5 +1,9 @@
 #include "kvloom/transport/cuda/cuda.h"
 
+#include <sys/resource.h>
+
+#include <algorithm>
+
 #include "kvloom/transport/shm/incoming.h"
 
 namespace kvloom {
@@ -24,6 +28,10 @@ class GpuDevice final : public shm::Device {
   // A launch, what words a run, a piece, a byte over NVLink: docs/gpu.md.
   Cost cost() const override { return {.per_post = 6000, .per_run = 60, .per_piece = 1, .per_byte = 0.0028}; }
   std::uint64_t protocol() const override { return kProtocol; }
+  std::size_t most_descriptors() const override {
+    rlimit limit = {};
+    return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? std::min<std::size_t>(limit.rlim_cur / 4, kMostParts) : 256;
+  }
 
   Expected<std::shared_ptr<shm::LocalMemory>> allocate(Bytes length) override {
     return allocate_on_host_ ? cuda::allocate_pinned(gpu_, length) : cuda::allocate_on_gpu(gpu_, length);
@@ -37,6 +45,7 @@ class GpuDevice final : public shm::Device {
   }
 
  private:
+  static constexpr std::size_t kMostParts = 65536;
   static constexpr std::uint64_t kProtocol = 0x6b766c6f6f6d0102;  // "kvloom", cuda, version 2: others are not spoken to
 
   cuda::GpuPtr gpu_;

@@ -211,6 +211,25 @@ TEST_F(CudaBeside, ARevokeWaitsForCopiesAndTellsNothingOfThem) {
   EXPECT_EQ(target_.count<Notice>(), 0U);
 }
 
+TEST_F(CudaBeside, ARevokeWaitsAlsoWhereAnotherWriteOfTheTagWasRefused) {
+  fake::hold();
+  write();
+  source_.transport->write({from_.id(), RemoteRegion{to_target_, RegionId(99), Bytes(kBytes)}, kTag, runs_});
+  turn();
+  EXPECT_GT(fake::held(), 0U);
+  ASSERT_TRUE(target_.transport->revoke(to_source_, kTag));
+  EXPECT_EQ(fake::held(), 0U);
+}
+
+TEST_F(CudaBeside, AStartThatFailsHalfWayLeavesNothingRunning) {
+  runs_ = {{Bytes(0), Bytes(0), Bytes(4096), 8, Bytes(8192), Bytes(8192)}, {Bytes(500'000), Bytes(500'000), Bytes(4096)}};
+  fake::hold();
+  fake::fail_next("cuMemcpyAsync", CUDA_ERROR_INVALID_VALUE);  // of the second: the first is a 2-D copy
+  write();
+  ASSERT_TRUE(drive({&source_, &target_}, [&] { return target_.count<PeerDown>() == 1; }));
+  EXPECT_EQ(fake::held(), 0U);
+}
+
 TEST_F(CudaBeside, AFenceWaitsForCopies) {
   fake::hold();
   write();

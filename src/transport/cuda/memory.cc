@@ -1,5 +1,9 @@
 #include "kvloom/transport/cuda/memory.h"
 
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <cerrno>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -199,6 +203,11 @@ Expected<Offer> vmm_offer(const Gpu& gpu, std::span<std::byte> memory) {
         Code::unsupported,
         "memory of a pool (cudaMallocAsync) can't be shared with other processes: PYTORCH_CUDA_ALLOC_CONF=backend:native, or "
         "cudaMalloc");
+  rlimit limit = {};
+  constexpr std::size_t kOthers = 64;  // descriptors that the process needs besides
+  if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && parts.size() + kOthers > limit.rlim_cur)
+    return fail(Code::exhausted, "memory of {} VMM parts needs as many descriptors, and ulimit -n is {}", parts.size(),
+                limit.rlim_cur);
   Words words{.kind = Words::Kind::vmm, .uuid = gpu.uuid(), .offset = begin - parts.front().begin};
   Offer offer{Bytes(static_cast<std::int64_t>(memory.size())), {}, {}};
   for (const Part& part : parts) {
@@ -243,7 +252,10 @@ Expected<std::shared_ptr<LocalMemory>> allocate_on_gpu(const GpuPtr& gpu, Bytes 
 Expected<std::shared_ptr<LocalMemory>> allocate_pinned(const GpuPtr& gpu, Bytes length) {
   auto memory = shm::make_shared_memory("kvloom-pinned", length, shm::Sharing::to_pin);
   if (!memory) return tl::unexpected(memory.error());
-  auto pin = Pin::make(gpu, memory->mapping.memory());
+  const auto span = memory->mapping.memory();
+  if (madvise(span.data(), span.size(), MADV_POPULATE_WRITE) != 0 && errno == ENOMEM)
+    return fail(Code::exhausted, "no {} B of shared memory", length.value);
+  auto pin = Pin::make(gpu, span);
   if (!pin) return tl::unexpected(pin.error());
   return std::make_shared<PinnedMemfd>(std::move(*memory), std::move(*pin));
 }

@@ -68,7 +68,7 @@ Expected<void> Connection::take(Received received) {
       return incoming_.offer(RegionId(m.a), Bytes(static_cast<std::int64_t>(m.b)), std::move(received.tail),
                              std::move(received.fd), m.c);
     case Kind::more: return incoming_.offer_more(RegionId(m.a), std::move(received.fd));
-    case Kind::withdraw: incoming_.withdraw(RegionId(m.a)); return {};
+    case Kind::withdraw: return incoming_.withdraw(RegionId(m.a));
     case Kind::bell: return {};
   }
   return fail(Scope::peer, Code::parse, "a message of unknown kind");
@@ -116,7 +116,7 @@ Expected<bool> Connection::try_turn(Bytes& budget) {
     read_socket();
     if (state_ != State::up) return true;
     consumed = incoming_.consume(budget);
-    if (consumed && incoming_.missing() == missing)
+    if (consumed && incoming_.missing() == missing && !incoming_.is_offering(missing))
       return fail(Scope::peer, Code::parse, "the peer writes from region {}, which it never offered", missing.value);
   }
   if (!consumed) return consumed;

@@ -14,6 +14,7 @@ class CpuDevice final : public Device {
   Abilities abilities() const override;
   Cost cost() const override;
   std::uint64_t protocol() const override { return kProtocol; }
+  std::size_t most_descriptors() const override { return 1; }
   Expected<std::shared_ptr<LocalMemory>> allocate(Bytes length) override;
   Expected<std::shared_ptr<LocalMemory>> lend(std::span<std::byte> memory) override;
   Expected<std::unique_ptr<PeerMemory>> map(Offer offer) override;

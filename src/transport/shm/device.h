@@ -25,8 +25,6 @@ struct Offer {
   int pid = 0;  // a peer's, as the kernel says; 0: not known
 };
 
-inline constexpr std::size_t kMostDescriptors = 65536;  // of one offer
-
 // Memory of ours, while it is lent.
 class LocalMemory {
  public:
@@ -70,7 +68,8 @@ class Device {
 
   virtual Abilities abilities() const = 0;
   virtual Cost cost() const = 0;
-  virtual std::uint64_t protocol() const = 0;  // of greetings and keys: others are refused
+  virtual std::uint64_t protocol() const = 0;        // of greetings and keys: others are refused
+  virtual std::size_t most_descriptors() const = 0;  // of one offer of a peer: they are open here until it is whole
 
   // Zeroed.  @error exhausted
   virtual Expected<std::shared_ptr<LocalMemory>> allocate(Bytes length) = 0;

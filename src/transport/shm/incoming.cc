@@ -41,9 +41,9 @@ Expected<void> Incoming::offer(RegionId region, Bytes length, std::vector<std::b
                 static_cast<std::uint64_t>(length.value));
   std::int64_t mapped = length.value;
   for (const auto& [id, memory] : sources_) mapped += static_cast<std::int64_t>(memory->memory().size());
-  if (sources_.size() >= kMostSources || mapped > kMostMapped || more >= kMostDescriptors) {
+  if (sources_.size() >= kMostSources || mapped > kMostMapped || more >= device_.most_descriptors()) {
     return fail(Scope::peer, Code::exhausted, "the peer offers more than {} regions, {} bytes or {} descriptors of one",
-                kMostSources, kMostMapped, kMostDescriptors);
+                kMostSources, kMostMapped, device_.most_descriptors());
   }
   if (offered_ || sources_.contains(region.value))
     return fail(Scope::peer, Code::parse, "the peer offers region {} twice, or inside of another offer", region.value);
@@ -71,9 +71,12 @@ Expected<void> Incoming::map(RegionId region, Offer offer) {
   return {};
 }
 
-void Incoming::withdraw(RegionId region) {
+Expected<void> Incoming::withdraw(RegionId region) {
+  if (current_ && current_->write && current_->source == region.value)
+    return fail(Scope::peer, Code::parse, "the peer withdrew region {} while a write reads it", region.value);
   drain();  // a peer that keeps to the protocol has no write open that reads it
   sources_.erase(region.value);
+  return {};
 }
 
 void Incoming::drain() {
@@ -81,7 +84,12 @@ void Incoming::drain() {
 }
 
 void Incoming::revoke(Tag tag) {
-  if (admitted_.erase(tag.value) == 0) return;
+  admitted_.erase(tag.value);  // it may be gone already: a write of the tag was refused, while others of it are being copied
+  const auto is_of_it = [&](const Told& told) { return told.tag == tag; };
+  const bool runs = (current_ && current_->tag == tag) || std::any_of(batches_.begin(), batches_.end(), [&](const Batch& batch) {
+                      return std::any_of(batch.told.begin(), batch.told.end(), is_of_it);
+                    });
+  if (!runs) return;
   drain();
   for (Batch& batch : batches_)
     for (Told& told : batch.told)

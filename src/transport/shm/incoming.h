@@ -39,7 +39,8 @@ class Incoming {
   // @error invalid_argument, parse: a region offered twice, or too many, or what Device::map refuses
   Expected<void> offer(RegionId region, Bytes length, std::vector<std::byte> words, Fd fd, std::uint64_t more);
   Expected<void> offer_more(RegionId region, Fd fd);
-  void withdraw(RegionId region);
+  // @error parse: a write that is part of the way through reads it
+  Expected<void> withdraw(RegionId region);
 
   // No copy runs when it returns.
   void drain();
@@ -51,6 +52,8 @@ class Incoming {
 
   // The next operation reads memory that was not offered yet: the offer is in the socket, or else the peer broke the protocol.
   std::optional<RegionId> missing() const { return missing_; }
+  // Its offer has begun, and its last descriptors are still to come.
+  bool is_offering(RegionId region) const { return offered_ && offered_->region == region; }
 
   // The peer, asleep, would like to hear: it has answers to take, or room for more.
   bool has_news();

@@ -52,6 +52,9 @@ Expected<Mapping> map_peer_memory(const Fd& fd, Bytes length, Sharing sharing) {
   if (fstat(fd.get(), &st) != 0 || st.st_size < length.value) {
     return fail(Code::invalid_argument, "a memfd of {} bytes where {} were said", st.st_size, length.value);
   }
+  if (sharing == Sharing::to_pin && st.st_blocks * 512 < length.value)  // pinning would make the rest, at our expense
+    return fail(Code::invalid_argument, "a memfd of which {} bytes exist, where {} are to be pinned", st.st_blocks * 512,
+                length.value);
   const auto size = static_cast<std::size_t>(length.value);
   const int protection = sharing == Sharing::read_only ? PROT_READ : PROT_READ | PROT_WRITE;
   void* base = mmap(nullptr, size, protection, MAP_SHARED, fd.get(), 0);

@@ -21,8 +21,8 @@ namespace kvloom::shm {
 namespace {
 
 constexpr Bytes kMostLength{std::int64_t{1} << 46};
-constexpr int kSpins = 1000;        // about 20 us
-constexpr Bytes kQuantum{8 << 20};  // that one peer gets of a poll before the next peer's turn
+constexpr int kSpins = 1000;         // about 20 us
+constexpr std::int64_t kQuanta = 2;  // of a poll's bytes one peer gets this part, before the next peer's turn
 
 // The key of a region, as it travels.
 struct Key {
@@ -299,10 +299,11 @@ bool RingTransport::turn(Bytes budget) {
   read_sockets();
   bool any = !events_.empty();
   first_ = order_.empty() ? 0 : (first_ + 1) % order_.size();
+  const Bytes most(std::max<std::int64_t>(device_->abilities().copy_a_poll.value / kQuanta, 1));
   for (bool more = true; more && budget.value > 0;) {
     more = false;
     for (std::size_t i = 0; i < order_.size() && budget.value > 0; ++i) {
-      Bytes quantum = std::min(budget, kQuantum);
+      Bytes quantum = std::min(budget, most);
       const Bytes before = quantum;
       any |= connections_.at(order_[(first_ + i) % order_.size()])->turn(quantum);
       budget -= before - quantum;
@@ -343,6 +344,8 @@ bool RingTransport::spin() const {
 
 std::optional<int> RingTransport::arm() {
   assert_owner("arm");
+  for (const auto& [id, connection] : connections_)  // then nobody has to ring for us
+    if (connection->state() == Connection::State::up && connection->has_work()) return std::nullopt;
   armed_ = true;
   bool asleep = events_.empty();
   for (auto& [id, connection] : connections_) asleep = connection->sleep() && asleep;
