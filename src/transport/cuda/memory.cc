@@ -189,7 +189,7 @@ std::vector<Part> parts_of(Retained& retained, std::size_t step, CUdeviceptr beg
 Expected<Offer> vmm_offer(const Gpu& gpu, std::span<std::byte> memory) {
   CUmemAllocationProp wish = {};
   wish.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  wish.location = {CU_MEM_LOCATION_TYPE_DEVICE, {gpu.ordinal()}};
+  wish.location = {CU_MEM_LOCATION_TYPE_DEVICE, gpu.ordinal()};
   std::size_t step = 0;
   if (auto ok =
           gpu.check(gpu.driver().cuMemGetAllocationGranularity(&step, &wish, CU_MEM_ALLOC_GRANULARITY_MINIMUM), "a granularity");
