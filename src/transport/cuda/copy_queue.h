@@ -38,7 +38,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
 
   Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override;
   Expected<std::uint64_t> finished() override;
-  // None while the next list is still read: a start never waits.
+  // None while the next list is still read: so a start waits only if it needs more lists than are free.
   Bytes room() const override {
     return kernel_.has(lists_[next_list_].mark) ? std::max(limits_.in_flight - in_flight_, Bytes(0)) : Bytes(0);
   }
@@ -81,7 +81,6 @@ class GpuCopyQueue final : public shm::CopyQueue {
   Expected<void> copy(const CopyJob& job, bool few);
   Expected<void> launch(std::span<const CopyItem> items);
   Expected<void> mark(Lane& lane);
-  void free_pinned(void* memory) const;
 
   GpuPtr gpu_;
   CopyLimits limits_;

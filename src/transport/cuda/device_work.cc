@@ -7,14 +7,6 @@ namespace {
 
 constexpr std::uint32_t kOver = 0x7fffffff;  // above every layer, as the stream compares: by the sign of the difference
 
-Expected<bool> happened(const Gpu& gpu, CUevent event) {
-  const Current here = gpu.current();
-  const CUresult result = gpu.driver().cuEventQuery(event);
-  if (result == CUDA_ERROR_NOT_READY) return false;
-  if (auto ok = gpu.check(result, "an event of the engine"); !ok) return tl::unexpected(ok.error());
-  return true;
-}
-
 }  // namespace
 
 Expected<std::shared_ptr<StreamWork>> StreamWork::record(const GpuPtr& gpu, CUstream stream) {
@@ -33,8 +25,13 @@ StreamWork::~StreamWork() {
   gpu_->driver().cuEventDestroy(event_);
 }
 
-Expected<bool> StreamWork::is_done() { return happened(*gpu_, event_); }
-Expected<bool> EngineEvent::is_done() { return happened(*gpu_, event_); }
+Expected<bool> StreamWork::is_done() {
+  const Current here = gpu_->current();
+  const CUresult result = gpu_->driver().cuEventQuery(event_);
+  if (result == CUDA_ERROR_NOT_READY) return false;
+  if (auto ok = gpu_->check(result, "an event of the engine"); !ok) return tl::unexpected(ok.error());
+  return true;
+}
 
 Expected<std::shared_ptr<StreamGate>> StreamGate::make(GpuPtr gpu) {
   const Current here = gpu->current();

@@ -9,8 +9,6 @@
 
 namespace kvloom::cuda {
 
-using GpuPtr = std::shared_ptr<const Gpu>;
-
 // All that was put on `stream` before this was made.  Thread: the engine's makes it, the session's asks.
 class StreamWork final : public DeviceWork {
  public:
@@ -23,17 +21,6 @@ class StreamWork final : public DeviceWork {
 
  private:
   StreamWork(GpuPtr gpu, CUevent event) : gpu_(std::move(gpu)), event_(event) {}
-  GpuPtr gpu_;
-  CUevent event_;
-};
-
-// An event of the engine's own, which it has recorded.  @pre the event outlives this and is not recorded again meanwhile
-class EngineEvent final : public DeviceWork {
- public:
-  EngineEvent(GpuPtr gpu, CUevent event) : gpu_(std::move(gpu)), event_(event) {}
-  Expected<bool> is_done() override;
-
- private:
   GpuPtr gpu_;
   CUevent event_;
 };

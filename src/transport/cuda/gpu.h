@@ -52,4 +52,6 @@ class Gpu {
   CUfunction copy_items_ = nullptr;
 };
 
+using GpuPtr = std::shared_ptr<const Gpu>;  // shared by a transport's device, its memories, queues and the work of its engine
+
 }  // namespace kvloom::cuda

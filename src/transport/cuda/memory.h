@@ -13,8 +13,6 @@
 
 namespace kvloom::cuda {
 
-using GpuPtr = std::shared_ptr<const Gpu>;  // shared by a device, its memories and its queues
-
 // cudaMalloc'ed, zeroed.  @error exhausted
 Expected<std::shared_ptr<shm::LocalMemory>> allocate_on_gpu(const GpuPtr& gpu, Bytes length);
 // A pinned memfd.  @error exhausted
