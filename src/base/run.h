@@ -23,4 +23,9 @@ struct Run {
   constexpr Bytes total() const { return bytes * count; }
 };
 
+// They differ in their offsets at most.
+constexpr bool is_same_kind(const Run& a, const Run& b) {
+  return a.bytes == b.bytes && a.count == b.count && a.source_step == b.source_step && a.target_step == b.target_step;
+}
+
 }  // namespace kvloom

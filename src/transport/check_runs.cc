@@ -40,12 +40,34 @@ Expected<Bytes> check_run(const Run& run, Bytes source_length, Bytes target_leng
   return run.total();  // fits: the pieces are disjoint inside the target
 }
 
+RunBounds::RunBounds(const Run& run, Bytes source_length, Bytes target_length) : like_(run) {
+  if (run.bytes.value < 1 || run.count < 1) return;
+  if (run.count > 1 && run.target_step < run.bytes && run.target_step.value > -run.bytes.value) return;
+  source_ = offsets(run.source_step, run, source_length);
+  target_ = offsets(run.target_step, run, target_length);
+  if (source_.count > 0 && target_.count > 0) total_ = run.total();  // fits: the pieces are disjoint inside the target
+}
+
+RunBounds::Offsets RunBounds::offsets(Bytes step, const Run& run, Bytes length) {
+  const auto travel = checked_mul(step.value, run.count - 1);
+  if (!travel || *travel < -length.value || *travel > length.value) return {};
+  const std::int64_t first = std::max<std::int64_t>(-*travel, 0);
+  const auto above = checked_add(std::max<std::int64_t>(*travel, 0), run.bytes.value);
+  if (!above || *above > length.value || length.value - *above < first) return {};
+  return {first, static_cast<std::uint64_t>(length.value - *above - first) + 1};
+}
+
 Expected<Bytes> check_runs(std::span<const Run> runs, Bytes source_length, Bytes target_length) {
   std::int64_t total = 0;
+  RunBounds bounds;
   for (std::size_t i = 0; i < runs.size(); ++i) {
-    const auto bytes = check_run(runs[i], source_length, target_length);
-    if (!bytes) return fail(bytes.error().code, "run {} of {}: {}", i, runs.size(), bytes.error().message);
-    const auto sum = checked_add(total, bytes->value);
+    const Run& run = runs[i];
+    if (!bounds.are_of(run)) bounds = RunBounds(run, source_length, target_length);
+    if (!bounds.hold(run.source_offset, run.target_offset)) {
+      const auto why = check_run(run, source_length, target_length);
+      return fail(why.error().code, "run {} of {}: {}", i, runs.size(), why.error().message);
+    }
+    const auto sum = checked_add(total, bounds.total().value);
     if (!sum) return fail(Code::overflow, "run {} of {}: the sum of all bytes does not fit 64 bits", i, runs.size());
     total = *sum;
   }

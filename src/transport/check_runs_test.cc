@@ -40,6 +40,9 @@ TEST(CheckRuns, AgreesWithWalkingEveryPiece) {
     const bool ok = check_run(run, Bytes(64), Bytes(64)).has_value();
     ASSERT_EQ(ok, fits(run, 64, 64)) << run.source_offset.value << " " << run.target_offset.value << " " << run.bytes.value << " "
                                      << run.count << " " << run.source_step.value << " " << run.target_step.value;
+    const RunBounds bounds(run, Bytes(64), Bytes(64));
+    ASSERT_EQ(bounds.hold(run.source_offset, run.target_offset), ok) << run.bytes.value << " " << run.count;
+    ASSERT_TRUE(!ok || bounds.total() == run.total());
     good += ok ? 1 : 0;
   }
   EXPECT_GT(good, 3000);
@@ -57,6 +60,12 @@ TEST(CheckRuns, NoNumberOfAPeerOverflows) {
       EXPECT_FALSE(check_run({Bytes(a), Bytes(0), Bytes(8), 2, Bytes(b), Bytes(8)}, Bytes(64), Bytes(64)));
       EXPECT_FALSE(check_run({Bytes(0), Bytes(a), Bytes(8), 2, Bytes(8), Bytes(b)}, Bytes(64), Bytes(64)));
       EXPECT_FALSE(check_run({Bytes(0), Bytes(0), Bytes(a), b, Bytes(0), Bytes(0)}, Bytes(64), Bytes(64)));
+      EXPECT_FALSE(
+          RunBounds({Bytes(0), Bytes(0), Bytes(8), 2, Bytes(b), Bytes(8)}, Bytes(64), Bytes(64)).hold(Bytes(a), Bytes(0)));
+      EXPECT_FALSE(
+          RunBounds({Bytes(0), Bytes(0), Bytes(8), a, Bytes(8), Bytes(b)}, Bytes(64), Bytes(64)).hold(Bytes(0), Bytes(a)));
+      EXPECT_FALSE(
+          RunBounds({Bytes(0), Bytes(0), Bytes(a), b, Bytes(0), Bytes(0)}, Bytes(64), Bytes(64)).hold(Bytes(0), Bytes(0)));
     }
   }
   EXPECT_EQ(check_run({Bytes(0), Bytes(0), Bytes(1), 64, Bytes(0), Bytes(1)}, Bytes(64), Bytes(64)), Bytes(64));

@@ -43,6 +43,15 @@ void Connection::watch(const Fd& fd, std::uint64_t data) {
   epoll_ctl(around_.epoll.get(), EPOLL_CTL_ADD, fd.get(), &event);
 }
 
+void Connection::watch_room() {
+  if (outgoing_.is_blocked() == watches_room_) return;
+  watches_room_ = outgoing_.is_blocked();
+  epoll_event event = {};
+  event.events = EPOLLIN | EPOLLRDHUP | (watches_room_ ? EPOLLOUT : 0u);
+  event.data.u64 = id_.value;
+  epoll_ctl(around_.epoll.get(), EPOLL_CTL_MOD, socket_.get(), &event);
+}
+
 Expected<void> Connection::greet(std::span<const std::byte> hello) {
   const Message message{Kind::hello, 0, around_.device.protocol(), outbox_.shape().slots, outbox_.shape().answers};
   if (send(socket_, message, hello, &outbox_memory_.fd) == Sent::yes) return {};
@@ -110,6 +119,7 @@ Expected<bool> Connection::try_turn(Bytes& budget) {
   auto pumped = outgoing_.pump(socket_);
   if (!pumped) return pumped;
   pumped_ = *pumped;
+  watch_room();
   auto consumed = incoming_.consume(budget);
   if (consumed && incoming_.missing()) {
     const RegionId missing = *incoming_.missing();
@@ -126,6 +136,7 @@ Expected<bool> Connection::try_turn(Bytes& budget) {
 void Connection::pump() {
   if (state_ != State::up) return;
   const auto any = outgoing_.pump(socket_);
+  watch_room();
   if (any && *any) ring_bell();  // an error is met again, and told, by the next turn
 }
 

@@ -62,6 +62,7 @@ class Connection {
   Expected<void> take(Received received);
   Expected<void> take_hello(const Received& hello);
   void watch(const Fd& fd, std::uint64_t data);
+  void watch_room();  // of the socket, where it is full
   void ring_bell();
 
   const PeerId id_;
@@ -76,7 +77,8 @@ class Connection {
   OutboxView inbox_;
   Outgoing outgoing_;
   Incoming incoming_;
-  bool pumped_ = false;     // by the last turn
+  bool pumped_ = false;  // by the last turn
+  bool watches_room_ = false;
   std::uint32_t rung_ = 0;  // the peer's sleep that we rang for
 };
 

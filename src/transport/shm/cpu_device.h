@@ -20,7 +20,7 @@ class CpuDevice final : public Device {
   Expected<std::unique_ptr<PeerMemory>> map(Offer offer) override;
   Expected<std::unique_ptr<CopyQueue>> queue() override;
 
-  static constexpr std::uint64_t kProtocol = 0x6b766c6f6f6d0001;  // "kvloom", version 1
+  static constexpr std::uint64_t kProtocol = 0x6b766c6f6f6d0002;  // "kvloom", version 2
 
  private:
   CopyCrew crew_;  // of all queues: one runs at a time

@@ -14,8 +14,10 @@
 #include <unordered_set>
 #include <vector>
 
+#include "kvloom/transport/check_runs.h"
 #include "kvloom/transport/shm/device.h"
 #include "kvloom/transport/shm/outbox.h"
+#include "kvloom/transport/shm/pack.h"
 #include "kvloom/transport/transport.h"
 
 namespace kvloom::shm {
@@ -68,8 +70,11 @@ class Incoming {
     Tag tag;
     std::uint64_t source = 0;
     std::uint64_t target = 0;
-    std::uint64_t parts_left = 0;
-    std::int64_t bytes = 0;  // delivered
+    std::uint64_t parts_left = 0;  // runs, or slots of payload
+    std::size_t in_slot = 0;       // runs taken of a slot that a budget cut
+    std::optional<Run> base;       // the run that stood whole in a slot last
+    RunBounds bounds;              // of runs like it
+    std::int64_t bytes = 0;        // delivered
     std::optional<Outcome> refused;
     std::vector<std::byte> payload;
     std::span<const std::byte> from;  // where the runs read
@@ -98,7 +103,10 @@ class Incoming {
   Expected<void> recheck();
   Expected<void> take_slot(Bytes& budget);
   Expected<void> begin(const Slot& slot);
-  Expected<void> take_run(const Slot& slot, Bytes& budget);
+  Expected<bool> take_runs(const Slot& slot, Bytes& budget);
+  Expected<void> take_base(const Slot& slot);
+  bool take_run(const Run& run, Bytes& budget);
+  Error why_not(const Run& run) const;
   Expected<void> take_payload(const RawSlot& slot);
   Expected<void> finish();
   void add_job(const CopyJob& job, std::int64_t done, Bytes& budget);

@@ -26,13 +26,13 @@ namespace kvloom::shm {
 inline constexpr std::size_t kSlotBytes = 64;
 inline constexpr std::uint64_t kMostSlots = 1 << 20;
 
-enum class SlotKind : std::uint32_t { write = 1, run = 2, notice = 3 };
+enum class SlotKind : std::uint32_t { write = 1, run = 2, notice = 3, pack = 4 };  // pack: PackSlot, pack.h
 
 struct WriteSlot {
   std::uint64_t tag;
   std::uint64_t source;  // region of the sender
   std::uint64_t target;  // region of the receiver
-  std::uint64_t runs;    // so many run slots follow
+  std::uint64_t runs;    // so many follow, in slots of one (run) and of several (pack)
 };
 struct RunSlot {
   std::int64_t source_offset, target_offset, bytes, count, source_step, target_step;

@@ -4,11 +4,13 @@
 #include <cstring>
 #include <utility>
 
+#include "kvloom/transport/shm/pack.h"
+
 namespace kvloom::shm {
 
 namespace {
 
-constexpr std::uint64_t kPublishEvery = 64;  // slots: the target starts to copy while a long batch is still being put
+constexpr std::uint64_t kPublishEvery = 16;  // slots: the target starts to copy while a long batch is still being put
 
 Error refusal(Outcome outcome, const Operation& operation) {
   if (outcome == Outcome::not_admitted) {
@@ -97,8 +99,7 @@ Expected<bool> Outgoing::put(Operation& operation, const Fd& socket) {
     --*left;
   }
   for (; operation.parts_put < operation.parts() && *left > 0; --*left) {
-    put_part(operation);
-    ++operation.parts_put;
+    operation.is_notice() ? put_payload(operation) : put_runs(operation);
     if (produced_ % kPublishEvery == 0) publish();
   }
   publish();
@@ -114,7 +115,7 @@ Sent Outgoing::offer(const Operation& operation, const Fd& socket) {
     const Message message{first ? Kind::offer : Kind::more, 0, operation.source.value,
                           first ? static_cast<std::uint64_t>(offer.length.value) : 0, first ? messages - 1 : 0};
     const Fd* const fd = offer.descriptors.empty() ? nullptr : &offer.descriptors[offering_];
-    const Sent sent = send(socket, message, first ? std::span<const std::byte>(offer.words) : std::span<const std::byte>(), fd);
+    const Sent sent = say(socket, message, first ? std::span<const std::byte>(offer.words) : std::span<const std::byte>(), fd);
     if (sent != Sent::yes) return sent;
   }
   offering_ = 0;
@@ -135,19 +136,36 @@ void Outgoing::put_head(const Operation& operation) {
   ours_.put(ours_.slot(produced_++), slot);
 }
 
-void Outgoing::put_part(const Operation& operation) {
-  std::byte* const at = ours_.slot(produced_++);
-  if (operation.is_notice()) {
-    const std::size_t begin = operation.parts_put * kSlotBytes;
-    std::memcpy(at, operation.payload.data() + begin, std::min(kSlotBytes, operation.payload.size() - begin));
-    return;
+void Outgoing::put_payload(Operation& operation) {
+  const std::size_t begin = operation.parts_put++ * kSlotBytes;
+  std::memcpy(ours_.slot(produced_++), operation.payload.data() + begin, std::min(kSlotBytes, operation.payload.size() - begin));
+}
+
+// One run, or as many as go into a slot.
+void Outgoing::put_runs(Operation& operation) {
+  const auto rest = operation.runs.subspan(operation.parts_put);
+  if (operation.parts_put > 0) {
+    PackSlot pack = pack_runs(operation.runs[operation.base], rest);
+    if (pack.count > 0) {
+      pack.kind = static_cast<std::uint32_t>(SlotKind::pack);
+      ours_.put(ours_.slot(produced_++), pack);
+      operation.parts_put += pack.count;
+      return;
+    }
   }
-  const Run& run = operation.runs[operation.parts_put];
+  const Run& run = rest.front();
   Slot slot = {};
   slot.kind = SlotKind::run;
   slot.run = {run.source_offset.value, run.target_offset.value, run.bytes.value, run.count,
               run.source_step.value,   run.target_step.value};
-  ours_.put(at, slot);
+  ours_.put(ours_.slot(produced_++), slot);
+  operation.base = operation.parts_put++;
+}
+
+Sent Outgoing::say(const Fd& socket, const Message& message, std::span<const std::byte> tail, const Fd* fd) {
+  const Sent sent = send(socket, message, tail, fd);
+  blocked_ = sent == Sent::full;
+  return sent;
 }
 
 bool Outgoing::send_withdrawals(const Fd& socket) {
@@ -156,7 +174,7 @@ bool Outgoing::send_withdrawals(const Fd& socket) {
     if (std::any_of(open_.begin(), open_.end(), [&](const Operation& o) { return !o.is_notice() && o.source == region; }))
       return false;
     if (!offered_.contains(region.value)) return true;
-    if (send(socket, {Kind::withdraw, 0, region.value, 0, 0}, {}, nullptr) != Sent::yes) return false;
+    if (say(socket, {Kind::withdraw, 0, region.value, 0, 0}, {}, nullptr) != Sent::yes) return false;
     offered_.erase(region.value);
     return true;
   });
@@ -165,7 +183,7 @@ bool Outgoing::send_withdrawals(const Fd& socket) {
 
 Expected<bool> Outgoing::has_work() const {
   if (!refused_.empty() || theirs_.header().answered.load() != collected_) return true;
-  if (put_ - collected_ >= open_.size() || put_ - collected_ >= ours_.shape().answers) return false;
+  if (blocked_ || put_ - collected_ >= open_.size() || put_ - collected_ >= ours_.shape().answers) return false;
   const auto left = room();
   if (!left) return tl::unexpected(left.error());
   return *left >= ours_.shape().slots / 2;

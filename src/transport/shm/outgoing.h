@@ -26,7 +26,8 @@ struct Operation {
   Bytes total;                     // what the peer has to vouch for
   std::shared_ptr<LocalMemory>
       memory;  // of a write's source. Owners: the region, and the open writes that read it.  Null: this is a notice
-  std::uint64_t parts_put = 0;  // slots after the first one
+  std::uint64_t parts_put = 0;  // runs, or slots of payload
+  std::uint64_t base = 0;       // the run that stood whole in a slot last
   bool begun = false;
 
   bool is_notice() const { return memory == nullptr; }
@@ -53,6 +54,8 @@ class Outgoing {
 
   // There are answers, or half of the ring is free for what waits: worth waking up for.
   Expected<bool> has_work() const;
+  // The socket is full: what is offered next waits until it can be written to.
+  bool is_blocked() const { return blocked_; }
   // An operation is part of the way through the ring.
   bool underway() const { return put_ - collected_ < open_.size() && open_[put_ - collected_].begun; }
 
@@ -70,7 +73,9 @@ class Outgoing {
   Expected<bool> put(Operation& operation, const Fd& socket);
   Sent offer(const Operation& operation, const Fd& socket);
   void put_head(const Operation& operation);
-  void put_part(const Operation& operation);
+  void put_runs(Operation& operation);
+  void put_payload(Operation& operation);
+  Sent say(const Fd& socket, const Message& message, std::span<const std::byte> tail, const Fd* fd);
   bool send_withdrawals(const Fd& socket);
   void publish() { ours_.header().produced.store(produced_); }
   void complete(PostId post, Tag tag, Expected<Bytes> delivered);
@@ -86,7 +91,8 @@ class Outgoing {
   std::vector<Refused> refused_;
   OpenTags tags_;
   std::unordered_set<std::uint64_t> offered_;
-  std::size_t offering_ = 0;         // messages of the offer that is being sent
+  std::size_t offering_ = 0;  // messages of the offer that is being sent
+  bool blocked_ = false;
   std::vector<RegionId> withdrawn_;  // to be told once no open write reads them
 };
 

@@ -21,7 +21,9 @@ namespace kvloom::shm {
 namespace {
 
 constexpr Bytes kMostLength{std::int64_t{1} << 46};
-constexpr int kSpins = 1000;         // about 20 us
+constexpr int kSpins = 1000;  // about 20 us
+constexpr unsigned kDeafTurns =
+    64;  // at most, while rings have work: to ask the kernel for sockets takes longer than to look at all rings
 constexpr std::int64_t kQuanta = 2;  // of a poll's bytes one peer gets this part, before the next peer's turn
 
 // The key of a region, as it travels.
@@ -295,8 +297,17 @@ void RingTransport::read_sockets() {
   }
 }
 
+bool RingTransport::rings_have_work() const {
+  return std::any_of(connections_.begin(), connections_.end(), [](const auto& entry) {
+    return entry.second->state() == Connection::State::up && entry.second->has_work();
+  });
+}
+
 bool RingTransport::turn(Bytes budget) {
-  read_sockets();
+  if (++deaf_turns_ >= kDeafTurns || !rings_have_work()) {
+    deaf_turns_ = 0;
+    read_sockets();
+  }
   bool any = !events_.empty();
   first_ = order_.empty() ? 0 : (first_ + 1) % order_.size();
   const Bytes most(std::max<std::int64_t>(device_->abilities().copy_a_poll.value / kQuanta, 1));
@@ -344,8 +355,7 @@ bool RingTransport::spin() const {
 
 std::optional<int> RingTransport::arm() {
   assert_owner("arm");
-  for (const auto& [id, connection] : connections_)  // then nobody has to ring for us
-    if (connection->state() == Connection::State::up && connection->has_work()) return std::nullopt;
+  if (rings_have_work()) return std::nullopt;  // then nobody has to ring for us
   armed_ = true;
   bool asleep = events_.empty();
   for (auto& [id, connection] : connections_) asleep = connection->sleep() && asleep;

@@ -76,6 +76,7 @@ class RingTransport : public Transport {
   Expected<Operation> checked(PostId post, const Write& write) const;
   bool turn(Bytes budget);
   void read_sockets();
+  bool rings_have_work() const;
   void accept_peers();
   void wake();
   bool spin() const;
@@ -93,6 +94,7 @@ class RingTransport : public Transport {
   std::uint64_t next_region_ = 1;
   std::uint64_t next_post_ = 1;
   bool armed_ = false;
+  unsigned deaf_turns_ = 0;  // since the sockets were read
 };
 
 }  // namespace shm

@@ -9,8 +9,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <bit>
 #include <csignal>
 #include <cstring>
+#include <limits>
 
 #include "kvloom/transport/shm/cpu_device.h"
 #include "tests/conformance/conformance.h"
@@ -202,6 +204,11 @@ class Hostile {
     slot.run = {source_offset, target_offset, bytes, count, source_step, target_step};
     put(slot);
   }
+  void put_pack(std::uint8_t count, std::initializer_list<shm::PackSlot::Distance> distances, std::uint8_t shift = 0) {
+    shm::PackSlot pack = {static_cast<std::uint32_t>(SlotKind::pack), count, shift, shift, 0, {}};
+    std::copy(distances.begin(), distances.end(), pack.distances.begin());
+    put(std::bit_cast<Slot>(pack));
+  }
   shm::OutboxHeader& header() { return outbox_.header(); }
   shm::OutboxView outbox() { return outbox_; }
 
@@ -356,6 +363,67 @@ TEST_F(HostilePeer, CannotPutSomethingElseWhereARunShouldBe) {
   hostile_->begin_write(0, 1, region_.id().value, 1);
   hostile_->begin_write(1, 1, region_.id().value, 1);
   EXPECT_THAT(verdict(), HasSubstr("slot 1 is of kind 1, where a run should be"));
+}
+
+TEST_F(HostilePeer, CanPackRunsThatItMay) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 3);
+  hostile_->put_run(1024, 1024, 1024);
+  hostile_->put_pack(2, {{-1, -1}, {2, 1}}, 10);
+  EXPECT_TRUE(drive({&side_}, [&] { return memory_[0] == std::byte{0} && memory_[3071] == std::byte{0}; }));
+  EXPECT_EQ(memory_[3072], std::byte{7});
+}
+
+TEST_F(HostilePeer, CannotPackRunsBeforeThereIsOne) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 2);
+  hostile_->put_pack(2, {{0, 0}, {1, 1}});
+  EXPECT_THAT(verdict(), HasSubstr("slot 1 is of kind 4, where a run should be"));
+}
+
+TEST_F(HostilePeer, CannotPackARunOutsideOfTheMemory) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 2);
+  hostile_->put_run(0, 0, 1024);
+  memory_.assign(4096, std::byte{7});
+  hostile_->put_pack(1, {{3, 4}}, 10);
+  EXPECT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > 0; }));
+  EXPECT_THAT(to_string(side_.all<PeerDown>()[0].reason),
+              HasSubstr("target bytes [4096, 5120) are outside of the region's [0, 4096)"));
+}
+
+TEST_F(HostilePeer, CannotPackMoreThanFollows) {
+  meet();
+  hostile_->offer(1, Bytes(4096), 4096);
+  for (const auto& [count, shift] : {std::pair(3, 0), std::pair(8, 0), std::pair(0, 0), std::pair(2, 40)}) {
+    Hostile peer(side_.transport->address());
+    peer.greet();
+    const auto ups = side_.count<PeerUp>(), downs = side_.count<PeerDown>();
+    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > ups; }));
+    ASSERT_TRUE(side_.transport->admit(side_.all<PeerUp>().back().peer, kTag));
+    peer.offer(1, Bytes(4096), 4096);
+    peer.begin_write(0, 1, region_.id().value, 3);
+    peer.put_run(0, 0, 1);
+    peer.put_pack(static_cast<std::uint8_t>(count), {{0, 1}, {0, 2}, {0, 3}}, static_cast<std::uint8_t>(shift));
+    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > downs; }));
+    EXPECT_THAT(to_string(side_.all<PeerDown>().back().reason),
+                HasSubstr(fmt::format("packs {} runs in units of 2^{} and 2^{} bytes, where 2 may follow", count, shift, shift)));
+  }
+}
+
+// The base of a refused write is not checked; what is packed after it must not be worked out from it.
+TEST_F(HostilePeer, CannotOverflowARefusedWrite) {
+  hostile_->greet();
+  ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > 0; }));
+  hostile_->offer(1, Bytes(4096), 4096);
+  hostile_->begin_write(0, 1, region_.id().value, 3);  // its tag is not admitted
+  hostile_->put_run(std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::max(), 1);
+  hostile_->put_pack(2, {{1, 1}, {std::numeric_limits<std::int32_t>::max(), 1}}, shm::kMostShift);
+  for (int k = 0; k < 20; ++k) side_.poll();
+  EXPECT_EQ(side_.count<PeerDown>(), 0u);
 }
 
 TEST_F(HostilePeer, CannotSendANoticeOfAnyLength) {
