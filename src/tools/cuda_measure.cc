@@ -59,11 +59,14 @@ class GpuPair {
     return seconds_since(begin);
   }
 
-  // Seconds from the moment in which the engine's stream may go on until the target hears that a page has landed.
+  // Seconds from the moment in which the engine's stream has come to its event until the target hears that a page has landed. The stream says
+  // so by a word that it writes just before: a gate keeps it until all is in place, and the gate's own time is not ours.
   Expected<double> latency(CUstream engine) {
     auto gate = cuda::StreamGate::make(source_->gpu_owner());
     if (!gate) return tl::unexpected(gate.error());
     if (auto ok = (*gate)->wait(engine, LayerId(0)); !ok) return tl::unexpected(ok.error());
+    const auto reached = mark(engine);
+    if (!reached) return tl::unexpected(reached.error());
     const auto work = cuda::StreamWork::record(source_->gpu_owner(), engine);
     if (!work) return tl::unexpected(work.error());
     std::this_thread::yield();
@@ -83,8 +86,9 @@ class GpuPair {
       heard = true;
       while (!over_) target_->poll({}, events);
     });
-    const auto begin = GpuClock::now();
     (*gate)->landed(LayerId(0));
+    while (*word_ != *reached && GpuClock::now() - started_ < kGpuPatience) {}
+    const auto begin = GpuClock::now();
     while (!(*work)->is_done().value_or(true)) {}
     source_->write({from_.id(), remote_, kGpuTag, runs});
     source_->notify(remote_.peer, kGpuTag, {});
@@ -128,6 +132,25 @@ class GpuPair {
     return *found;
   }
 
+  // The number that the stream is going to write to *word_.
+  Expected<std::uint32_t> mark(CUstream engine) {
+    const cuda::Gpu& gpu = source_->gpu();
+    const cuda::Current here = gpu.current();
+    void* memory = nullptr;
+    if (word_ == nullptr) {
+      if (auto ok = gpu.check(gpu.driver().cuMemHostAlloc(&memory, sizeof(std::uint32_t), CU_MEMHOSTALLOC_DEVICEMAP), "a word");
+          !ok)
+        return tl::unexpected(ok.error());
+      word_ = static_cast<volatile std::uint32_t*>(memory);
+      *word_ = 0;
+      if (auto ok = gpu.check(gpu.driver().cuMemHostGetDevicePointer(&word_address_, memory, 0), "a word"); !ok)
+        return tl::unexpected(ok.error());
+    }
+    if (auto ok = gpu.check(gpu.driver().cuStreamWriteValue32(engine, word_address_, ++marks_, 0), "a mark"); !ok)
+      return tl::unexpected(ok.error());
+    return marks_;
+  }
+
   Expected<void> connect(std::int64_t bytes) {
     const auto peer = source_->connect(target_->address());
     if (!peer) return tl::unexpected(peer.error());
@@ -153,6 +176,9 @@ class GpuPair {
   std::vector<Event> at_source_, at_target_;
   std::atomic<bool> over_ = false;
   GpuClock::time_point started_;
+  volatile std::uint32_t* word_ = nullptr;  // pinned; to the end of the process, as this is
+  CUdeviceptr word_address_ = 0;
+  std::uint32_t marks_ = 0;
 };
 
 // ---- what is copied ----

@@ -79,13 +79,9 @@ std::size_t Machine::pump(std::size_t most, const Stream* only) {
   return done;
 }
 
-CUresult run_copy_items(const Memory& memory, int device, CUdeviceptr items, unsigned count) {
+CUresult run_copy_items(const Memory& memory, int device, std::span<const CopyItem> items) {
   using By = Memory::By;
-  if (!memory.may_touch(items, std::size_t{count} * sizeof(CopyItem), device, By::kernel, false))
-    return CUDA_ERROR_ILLEGAL_ADDRESS;
-  for (unsigned i = 0; i < count; ++i) {
-    CopyItem item;
-    std::memcpy(&item, reinterpret_cast<const void*>(items + i * sizeof(CopyItem)), sizeof(item));
+  for (const CopyItem& item : items) {
     if (item.log2_width > 4 || item.bytes == 0 || item.count == 0 || std::uint64_t{item.bytes} * item.count > kItemBytes)
       return CUDA_ERROR_LAUNCH_FAILED;
     const std::size_t width = std::size_t{1} << item.log2_width;

@@ -10,10 +10,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
 
+#include "kvloom/transport/cuda/copy_items.h"
 #include "tests/cuda/fake_driver.h"
 #include "tests/cuda/fake_memory.h"
 
@@ -105,6 +107,6 @@ KVLOOM_CUDA_CALLS(KVLOOM_FAKE_DECLARE)
 #undef KVLOOM_FAKE_DECLARE
 
 // The copy kernel, on a CPU, by the functions of copy_items.h.
-CUresult run_copy_items(const Memory& memory, int device, CUdeviceptr items, unsigned count);
+CUresult run_copy_items(const Memory& memory, int device, std::span<const CopyItem> items);
 
 }  // namespace kvloom::cuda::fake

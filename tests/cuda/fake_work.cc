@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "kvloom/transport/cuda/copy_items.h"
 #include "tests/cuda/fake_machine.h"
 
 namespace kvloom::cuda::fake {
@@ -238,31 +239,52 @@ CUresult fake_cuModuleUnload(CUmodule handle) {
 CUresult fake_cuModuleGetFunction(CUfunction* out, CUmodule handle, const char* name) {
   const auto module = m().modules.find(handle);
   if (module == m().modules.end()) return CUDA_ERROR_INVALID_HANDLE;
-  if (std::string_view(name) != "kvloom_copy_items") return CUDA_ERROR_NOT_FOUND;
+  if (std::string_view(name) != "kvloom_copy_items" && std::string_view(name) != "kvloom_copy_few") return CUDA_ERROR_NOT_FOUND;
   auto& kernels = module->second->kernels;
   kernels.push_back(std::make_unique<Kernel>(Kernel{module->second->device, name}));
   *out = reinterpret_cast<CUfunction>(kernels.back().get());
   return CUDA_SUCCESS;
 }
-static bool is_kernel(const void* handle, int gpu) {
+static const Kernel* find_kernel(const void* handle, int gpu) {
   for (const auto& [key, module] : m().modules)
     for (const auto& kernel : module->kernels)
-      if (kernel.get() == handle) return kernel->device == gpu;
-  return false;
+      if (kernel.get() == handle) return kernel->device == gpu ? kernel.get() : nullptr;
+  return nullptr;
+}
+// As a GPU has it, the last block to be done writes the word.
+static CUresult run_copy_few(const FewItems& few, int gpu) {
+  if (!memory().may_touch(few.counter, 4, gpu, By::kernel, true) || !memory().may_touch(few.word, 4, gpu, By::kernel, true))
+    return CUDA_ERROR_ILLEGAL_ADDRESS;
+  if (const CUresult result = run_copy_items(memory(), gpu, {few.items, few.count}); result != CUDA_SUCCESS) return result;
+  word(few.word).store(few.mark, std::memory_order_release);
+  return CUDA_SUCCESS;
+}
+static CUresult run_copy_list(CUdeviceptr items, unsigned count, int gpu) {
+  if (!memory().may_touch(items, std::size_t{count} * sizeof(CopyItem), gpu, By::kernel, false))
+    return CUDA_ERROR_ILLEGAL_ADDRESS;
+  return run_copy_items(memory(), gpu, {static_cast<const CopyItem*>(host(items)), count});
 }
 CUresult fake_cuLaunchKernel(CUfunction kernel, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
                              unsigned threads_y, unsigned threads_z, unsigned, CUstream handle, void** parameters, void** extra) {
   auto stream = m().stream_of(handle);
-  if (!stream || !is_kernel(kernel, stream->device)) return CUDA_ERROR_INVALID_HANDLE;
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  const Kernel* const found = find_kernel(kernel, stream->device);
+  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   if (blocks == 0 || blocks_y != 1 || blocks_z != 1 || threads == 0 || threads > 1024 || threads % 32 != 0 || threads_y != 1 ||
       threads_z != 1 || parameters == nullptr || extra != nullptr)
     return CUDA_ERROR_INVALID_VALUE;
   const int gpu = stream->device;
+  if (found->name == "kvloom_copy_few") {
+    const FewItems few = *static_cast<const FewItems*>(parameters[0]);
+    if (few.count > kFewItems) return CUDA_ERROR_INVALID_VALUE;
+    m().submit("cuLaunchKernel", {std::move(stream), {}, [=] { return run_copy_few(few, gpu); }});
+    return CUDA_SUCCESS;
+  }
   CUdeviceptr items = 0;
   unsigned count = 0;
   std::memcpy(&items, parameters[0], sizeof(items));
   std::memcpy(&count, parameters[1], sizeof(count));
-  m().submit("cuLaunchKernel", {std::move(stream), {}, [=] { return run_copy_items(memory(), gpu, items, count); }});
+  m().submit("cuLaunchKernel", {std::move(stream), {}, [=] { return run_copy_list(items, count, gpu); }});
   return CUDA_SUCCESS;
 }
 

@@ -42,6 +42,20 @@ struct alignas(16) CopyItem {
 };
 static_assert(sizeof(CopyItem) == 48);
 
+// A start of few items goes with its kernel's launch: no list has to be brought to the GPU before.
+inline constexpr std::uint32_t kFewItems = 16;
+inline constexpr std::uint32_t kFewItemBytes = 4096;  // one round of a warp's loads: for the least time, not the least work
+
+// The parameter of kvloom_copy_few (copy_kernel.cu), which itself says that it is done.
+struct FewItems {
+  std::uint64_t counter = 0;  // address in the GPU's memory, of a word that is 0 between launches: blocks that are done
+  std::uint64_t word = 0;     // address in pinned memory: becomes `mark` once all is in place
+  std::uint32_t mark = 0;
+  std::uint32_t count = 0;
+  CopyItem items[kFewItems];  // [count]
+};
+static_assert(sizeof(FewItems) <= 4096);  // what a launch may bring. Source: CUDA C++ programming guide, "Kernel parameters"
+
 struct VectorPlace {
   std::uint64_t source = 0;  // address
   std::uint64_t target = 0;  // address

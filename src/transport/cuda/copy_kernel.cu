@@ -1,8 +1,8 @@
 // copy_kernel.cu: pages in no order, copied by a few SMs.  Stage: carry.  The GPU that has the targets pulls: reads cross NVLink, writes
 // are local. So what counts is bytes in flight on the read side: each lane has 8 loads of 16 B under way before it stores the first, 4 KiB
 // a warp, 128 KiB an SM. What the link gives for that is latency * rate = about 1.5 us * 400 GB/s = 600 KiB, so 8 SMs are enough.
-// Law: copy_items.h, by whose functions it walks.  Launch: any number of blocks of 1024 threads (32 warps), no shared memory.
-// Capturable: all it needs stands in `items`, in memory that the GPU reads.
+// Law: copy_items.h, by whose functions it walks.  Launch: any number of blocks of whole warps, up to 1024 threads, no shared memory.
+// Capturable: all that kvloom_copy_items needs stands in `items`, in memory that the GPU reads.
 #include "kvloom/transport/cuda/copy_items.h"
 
 namespace kvloom::cuda {
@@ -76,14 +76,9 @@ __device__ __forceinline__ bool is_small(const CopyItem& item) {
   return item.log2_width == 4 && item.bytes * item.count <= kSmallBytes;
 }
 
-}  // namespace
-}  // namespace kvloom::cuda
-
 // items: [count].  Warp w takes items w, w + warps, ...; four small ones of those at once, 8 lanes each, or a page of one row would leave
 // most of a warp's loads unused.
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    kvloom_copy_items(const kvloom::cuda::CopyItem* __restrict__ items, unsigned count) {
-  using namespace kvloom::cuda;
+__device__ __forceinline__ void copy_all(const CopyItem* __restrict__ items, unsigned count) {
   const unsigned lane = threadIdx.x % kWarp;
   const unsigned warps = gridDim.x * (blockDim.x / kWarp);
   for (unsigned i = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp; i < count; i += warps) {
@@ -105,4 +100,24 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
       default: copy_item<unsigned char, false>(item, lane); break;
     }
   }
+}
+
+}  // namespace
+}  // namespace kvloom::cuda
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    kvloom_copy_items(const kvloom::cuda::CopyItem* __restrict__ items, unsigned count) {
+  kvloom::cuda::copy_all(items, count);
+}
+
+// The last block to be done says so: a stream's write of the word would come a few microseconds later. The counter goes round to 0 by itself.
+extern "C" __global__ void __launch_bounds__(1024, 1) kvloom_copy_few(const __grid_constant__ kvloom::cuda::FewItems few) {
+  kvloom::cuda::copy_all(few.items, few.count);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  const unsigned last = gridDim.x - 1;
+  if (atomicInc(reinterpret_cast<unsigned*>(few.counter), last) != last) return;
+  __threadfence_system();
+  *reinterpret_cast<volatile unsigned*>(few.word) = few.mark;
 }

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kvloom/transport/cuda/choice.h"
-
 namespace kvloom::cuda {
 namespace {
 
@@ -12,6 +10,7 @@ constexpr std::size_t kLine = 64;    // between two words that different streams
 constexpr int kQuietPolls = 4096;    // without progress: then the driver is asked whether something broke
 constexpr Bytes kMany{32 << 20};     // of a start: from here on the kernel's items are large ones
 constexpr unsigned kThreads = 1024;  // of a block of the copy kernel
+constexpr unsigned kFewWarps = 8;    // of a block of few items: spread over the SMs, not over one
 
 // The piece's bytes [from, to).
 void add_rest(const CopyJob& job, std::int64_t piece, std::int64_t from, std::int64_t to, std::vector<CopyJob>& out) {
@@ -103,9 +102,13 @@ Expected<void> GpuCopyQueue::set_up_lists() {
                             kLists * kBytes);
       !ok)
     return ok;
-  if (auto ok = gpu_->check(driver.cuMemAlloc(&device_, kLists * kBytes), "{} B for the copy kernel's lists", kLists * kBytes);
+  if (auto ok =
+          gpu_->check(driver.cuMemAlloc(&device_, kLists * kBytes + kLine), "{} B for the copy kernel's lists", kLists * kBytes);
       !ok)
     return ok;
+  few_.counter = device_ + kLists * kBytes;
+  few_.word = kernel_.word_address;
+  if (auto ok = gpu_->check(driver.cuMemsetD8Async(few_.counter, 0, kLine, kernel_.stream), "zeroing a counter"); !ok) return ok;
   for (std::size_t i = 0; i < kLists; ++i) {
     lists_[i].pinned = static_cast<CopyItem*>(pinned_) + i * kMostItems;
     lists_[i].device = device_ + i * kBytes;
@@ -136,25 +139,60 @@ Expected<void> GpuCopyQueue::start(std::span<const CopyJob> jobs, std::int64_t b
 }
 
 Expected<void> GpuCopyQueue::try_start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
+  const Bytes all(end - begin), engine_before = counts_.by_engine;
+  const auto few = try_few(jobs, begin, end);
+  if (!few) return tl::unexpected(few.error());
+  if (!*few)
+    if (auto ok = copy_all(jobs, begin, end); !ok) return ok;
+  counts_.by_kernel += all - (counts_.by_engine - engine_before);
+  in_flight_ += all;
+  started_.push_back({engine_.put, kernel_.put, all});
+  return {};
+}
+
+// What a single page waits for: one call, nothing to be brought first, and no mark of the stream behind it. False: there is too much.
+Expected<bool> GpuCopyQueue::try_few(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
+  if (end - begin > kFewBytes.value || jobs.size() > kFewItems) return false;
+  items_.clear();
+  const auto bytes = static_cast<std::uint32_t>(ceil_div(end - begin, std::int64_t{kFewItems} * kFewItemBytes)) * kFewItemBytes;
+  append_items(jobs, begin, end, items_, std::min(bytes, kSmallItemBytes));
+  if (items_.size() > kFewItems) return false;
+  std::copy(items_.begin(), items_.end(), few_.items);
+  few_.count = static_cast<std::uint32_t>(items_.size());
+  few_.mark = ++kernel_.put;
+  void* arguments[] = {&few_};
+  const auto blocks = std::min(static_cast<unsigned>(limits_.blocks), (few_.count + kFewWarps - 1) / kFewWarps);
+  if (auto ok = gpu_->check(gpu_->driver().cuLaunchKernel(gpu_->copy_few(), blocks, 1, 1, kFewWarps * 32, 1, 1, 0, kernel_.stream,
+                                                          arguments, nullptr),
+                            "the copy kernel, {} items", few_.count);
+      !ok) {
+    --kernel_.put;
+    return tl::unexpected(ok.error());
+  }
+  ++counts_.kernel_launches;
+  counts_.items += few_.count;
+  return true;
+}
+
+Expected<void> GpuCopyQueue::copy_all(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
   items_.clear();
   engine_used_ = false;
+  last_item_ = {};
   item_bytes_ = end - begin >= kMany.value ? kItemBytes : kSmallItemBytes;
-  const Bytes engine_before = counts_.by_engine;
   std::int64_t at = 0;
-  const bool few = jobs.size() <= kFew && end - begin <= kFewBytes.value;
   for (const CopyJob& job : jobs) {
     const std::int64_t total = job.run.total().value;
     const std::int64_t from = std::max(begin - at, std::int64_t{0}), to = std::min(end - at, total);
     at += total;
     if (from >= to) continue;
     if (from == 0 && to == total) {
-      if (auto ok = copy(job, few); !ok) return ok;
+      if (auto ok = copy(job); !ok) return ok;
       continue;
     }
     cut_.clear();
     cut_jobs({&job, 1}, from, to, cut_);
     for (const CopyJob& part : cut_)
-      if (auto ok = copy(part, few); !ok) return ok;
+      if (auto ok = copy(part); !ok) return ok;
   }
   if (engine_used_)
     if (auto ok = mark(engine_); !ok) return ok;
@@ -163,17 +201,33 @@ Expected<void> GpuCopyQueue::try_start(std::span<const CopyJob> jobs, std::int64
     if (auto ok = launch(rest.first(count)); !ok) return ok;
     rest = rest.subspan(count);
   }
-  const Bytes all(end - begin);
-  counts_.by_kernel += all - (counts_.by_engine - engine_before);
-  in_flight_ += all;
-  started_.push_back({engine_.put, kernel_.put, all});
   return {};
 }
 
-Expected<void> GpuCopyQueue::copy(const CopyJob& job, bool few) {
-  if (few ? fits_engine(job.run) : choose(job.run).way == Way::engine) return copy_2d(job);
-  append_items({&job, 1}, 0, job.run.total().value, items_, item_bytes_);
+Expected<void> GpuCopyQueue::copy(const CopyJob& job) {
+  if (!is_same_kind(job.run, last_run_)) {
+    last_run_ = job.run;
+    last_way_ = choose(job.run).way;
+    last_item_ = {};
+  }
+  if (last_way_ == Way::engine) return copy_2d(job);
+  append(job);
   return {};
+}
+
+void GpuCopyQueue::append(const CopyJob& job) {
+  const auto source = reinterpret_cast<CUdeviceptr>(job.source) + static_cast<CUdeviceptr>(job.run.source_offset.value);
+  const auto target = reinterpret_cast<CUdeviceptr>(job.target) + static_cast<CUdeviceptr>(job.run.target_offset.value);
+  if (last_item_.count != 0 && (source | target) % 16 == 0) {
+    last_item_.source = source;
+    last_item_.target = target;
+    items_.push_back(last_item_);
+    return;
+  }
+  const std::size_t before = items_.size();
+  append_items({&job, 1}, 0, job.run.total().value, items_, item_bytes_);
+  last_item_ = {};
+  if (items_.size() == before + 1 && items_.back().log2_width == 4) last_item_ = items_.back();
 }
 
 Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {

@@ -3,6 +3,7 @@
 //
 //   start --runs--> engine stream: 2-D copies ---------------------> write `done` of the engine
 //         --items-> upload stream: the list --event--> kernel stream: the kernel --> write `done` of the kernel
+//         --few---> kernel stream: a kernel that has its list with it and writes `done` itself
 //
 // The streams write how far they are into pinned words, which `finished` reads: no system call, no lock, and nothing spins on the GPU.
 // Nothing of it waits for the peer: what was posted was computed before. So to drain takes as long as the bytes in flight do, whatever
@@ -13,6 +14,7 @@
 #include <deque>
 #include <vector>
 
+#include "kvloom/transport/cuda/choice.h"
 #include "kvloom/transport/cuda/copy_items.h"
 #include "kvloom/transport/cuda/memory.h"
 
@@ -49,8 +51,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
   static constexpr Bytes kMostBatch{128 << 20};
   static constexpr std::size_t kMostItems = 8192;  // of a launch
   static constexpr std::size_t kLists = 16;
-  static constexpr Bytes kFewBytes{1 << 20};
-  static constexpr std::size_t kFew = 4;  // runs of a start that go by the engine whatever they cost: no list has to be brought
+  static constexpr Bytes kFewBytes{256 << 10};  // of a start that goes with its kernel, if it has no more than kFewItems
 
   // A stream, and how much of what was put into it is done.
   struct Lane {
@@ -78,7 +79,10 @@ class GpuCopyQueue final : public shm::CopyQueue {
   Expected<void> try_start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end);
   Expected<void> set_up_lists();
   Expected<void> copy_2d(const CopyJob& job);
-  Expected<void> copy(const CopyJob& job, bool few);
+  Expected<bool> try_few(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end);
+  Expected<void> copy_all(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end);
+  Expected<void> copy(const CopyJob& job);
+  void append(const CopyJob& job);
   Expected<void> launch(std::span<const CopyItem> items);
   Expected<void> mark(Lane& lane);
 
@@ -89,7 +93,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
   CUstream upload_ = nullptr;
   void* words_ = nullptr;   // pinned: of both lanes, a line apart
   void* pinned_ = nullptr;  // of all lists
-  CUdeviceptr device_ = 0;  // of all lists
+  CUdeviceptr device_ = 0;  // of all lists, and behind them the counter of FewItems
   std::array<List, kLists> lists_;
   std::size_t next_list_ = 0;
   std::deque<Started> started_;
@@ -100,6 +104,11 @@ class GpuCopyQueue final : public shm::CopyQueue {
   std::vector<CopyItem> items_;
   bool engine_used_ = false;
   std::uint32_t item_bytes_ = kSmallItemBytes;
+  FewItems few_;
+  // The runs of a start are of few kinds: what was worked out for the last one holds for the next.
+  Run last_run_;
+  Way last_way_ = Way::kernel;
+  CopyItem last_item_;  // all of last_run_; count 0: it took several, or narrow ones
 };
 
 // Appends bytes [begin, end) of the stream of jobs as jobs of whole runs: what is cut becomes a run of its whole pieces and the rests.

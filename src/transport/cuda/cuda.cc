@@ -46,7 +46,7 @@ class GpuDevice final : public shm::Device {
 
  private:
   static constexpr std::size_t kMostParts = 65536;
-  static constexpr std::uint64_t kProtocol = 0x6b766c6f6f6d0102;  // "kvloom", cuda, version 2: others are not spoken to
+  static constexpr std::uint64_t kProtocol = 0x6b766c6f6f6d0103;  // "kvloom", cuda, version 3: others are not spoken to
 
   cuda::GpuPtr gpu_;
   cuda::CopyLimits limits_;

@@ -171,7 +171,7 @@ class CudaBeside : public testing::Test {
   }
   Expected<Bytes> outcome(PostId post) { return source_.completed(post)->delivered; }
 
-  static constexpr std::int64_t kBytes = 1 << 20;
+  static constexpr std::int64_t kBytes = 4 << 20;  // more than goes with a kernel, so: by a copy engine
   CudaWorld world_;
   Party source_, target_;
   PeerId to_target_, to_source_;
@@ -222,7 +222,7 @@ TEST_F(CudaBeside, ARevokeWaitsAlsoWhereAnotherWriteOfTheTagWasRefused) {
 }
 
 TEST_F(CudaBeside, AStartThatFailsHalfWayLeavesNothingRunning) {
-  runs_ = {{Bytes(0), Bytes(0), Bytes(4096), 8, Bytes(8192), Bytes(8192)}, {Bytes(500'000), Bytes(500'000), Bytes(4096)}};
+  runs_ = {{Bytes(0), Bytes(0), Bytes(4096), 256, Bytes(8192), Bytes(8192)}, {Bytes(2 << 20), Bytes(2 << 20), Bytes(2 << 20)}};
   fake::hold();
   fake::fail_next("cuMemcpyAsync", CUDA_ERROR_INVALID_VALUE);  // of the second: the first is a 2-D copy
   write();
@@ -252,7 +252,7 @@ TEST_F(CudaBeside, ACopyThatFailsCostsItsPeerAndSaysWhy) {
   const PostId post = write();
   ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr && target_.count<PeerDown>() == 1; }));
   EXPECT_FALSE(outcome(post));
-  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("copying 1048576 B: CUDA_ERROR_INVALID_VALUE"));
+  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("copying 4194304 B: CUDA_ERROR_INVALID_VALUE"));
 }
 
 TEST_F(CudaBeside, AGpuThatBreaksDownIsNoticed) {
@@ -269,15 +269,48 @@ TEST_F(CudaBeside, AGpuThatBreaksDownIsNoticed) {
   EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("CUDA_ERROR_ECC_UNCORRECTABLE"));
 }
 
+TEST_F(CudaBeside, AFewPagesGoWithTheirKernel) {
+  auto& transport = dynamic_cast<CudaTransport&>(*target_.transport);
+  runs_.clear();
+  for (std::int64_t i = 0; i < 4; ++i) runs_.push_back({Bytes(36'864 * i), Bytes(36'864 * (3 - i)), Bytes(36'864)});
+  const std::int64_t lists = fake::calls("cuMemcpyHtoDAsync"), marks = fake::calls("cuStreamWriteValue32");
+  fake::hold();
+  const PostId post = write();
+  turn();
+  EXPECT_EQ(fake::held(), 1U) << "one call, which says itself that it is done";
+  EXPECT_EQ(source_.completed(post), nullptr);
+  fake::release_all();
+  ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr; }));
+  EXPECT_TRUE(outcome(post));
+  EXPECT_EQ(transport.counts().kernel_launches, 1);
+  EXPECT_EQ(transport.counts().engine_calls, 0);
+  EXPECT_EQ(fake::calls("cuMemcpyHtoDAsync"), lists);
+  EXPECT_EQ(fake::calls("cuStreamWriteValue32"), marks);
+  auto want = std::vector<std::byte>(sent_.size());
+  copy_slowly(want, sent_, runs_);
+  EXPECT_TRUE(std::ranges::equal(world_.get(memory_->span().first(4 * 36'864)), std::span(want).first(4 * 36'864)));
+}
+
+TEST_F(CudaBeside, AFewPagesThatTheDriverRefusesCostTheirPeer) {
+  runs_ = {{Bytes(0), Bytes(0), Bytes(36'864)}};
+  fake::fail_next("cuLaunchKernel", CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
+  const PostId post = write();
+  ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr && target_.count<PeerDown>() == 1; }));
+  EXPECT_FALSE(outcome(post));
+  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message,
+              HasSubstr("the copy kernel, 9 items: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"));
+}
+
 TEST_F(CudaBeside, ProgressionsGoToTheEngineAndScatteredPagesToTheKernel) {
   auto& transport = dynamic_cast<CudaTransport&>(*target_.transport);
-  runs_ = {{Bytes(0), Bytes(0), Bytes(256), 2000, Bytes(512), Bytes(512)}};
+  runs_ = {{Bytes(0), Bytes(0), Bytes(256), 8000, Bytes(512), Bytes(512)}};
   for (std::int64_t i = 0; i < 8; ++i) runs_.push_back({Bytes(256 + 4096 * i), Bytes(256 + 4096 * (7 - i)), Bytes(256)});
   const PostId post = write();
   ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr; }));
   ASSERT_TRUE(outcome(post)) << outcome(post).error().message;
   EXPECT_EQ(transport.counts().kernel_launches, 1);
-  EXPECT_EQ(transport.counts().by_engine + transport.counts().by_kernel, Bytes(256 * 2008));
+  EXPECT_EQ(transport.counts().by_engine, Bytes(256 * 8000));
+  EXPECT_EQ(transport.counts().by_kernel, Bytes(256 * 8));
 }
 
 // ---- from where to where ----

@@ -1,6 +1,7 @@
 #include "kvloom/transport/cuda/gpu.h"
 
 #include <cstring>
+#include <utility>
 
 #include "kvloom/transport/cuda/copy_kernel.h"
 
@@ -49,7 +50,9 @@ Expected<void> Gpu::load() {
   const Current here = current();
   if (auto ok = check(driver_->cuModuleLoadData(&module_, copy_kernel_image()), "loading the copy kernel on {}", name_); !ok)
     return ok;
-  return check(driver_->cuModuleGetFunction(&copy_items_, module_, "kvloom_copy_items"), "finding the copy kernel");
+  for (const auto& [kernel, symbol] : {std::pair(&copy_items_, "kvloom_copy_items"), std::pair(&copy_few_, "kvloom_copy_few")})
+    if (auto ok = check(driver_->cuModuleGetFunction(kernel, module_, symbol), "finding {}", symbol); !ok) return ok;
+  return {};
 }
 
 Gpu::~Gpu() {

@@ -26,6 +26,7 @@ class Gpu {
   const std::array<std::byte, 16>& uuid() const { return uuid_; }
   const std::string& name() const { return name_; }
   CUfunction copy_items() const { return copy_items_; }
+  CUfunction copy_few() const { return copy_few_; }
   int multiprocessors() const { return multiprocessors_; }
 
   Current current() const { return Current(*driver_, context_); }
@@ -50,6 +51,7 @@ class Gpu {
   int multiprocessors_ = 0;
   CUmodule module_ = nullptr;
   CUfunction copy_items_ = nullptr;
+  CUfunction copy_few_ = nullptr;
 };
 
 using GpuPtr = std::shared_ptr<const Gpu>;  // shared by a transport's device, its memories, queues and the work of its engine
