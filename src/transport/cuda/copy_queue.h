@@ -44,6 +44,8 @@ class GpuCopyQueue final : public shm::CopyQueue {
   }
   Bytes batch() const override { return std::min(Bytes(limits_.in_flight.value / 2), kMostBatch); }
   void drain() override;
+  // As new, for another peer; false: something of it broke.  @pre drained
+  bool renew();
 
  private:
   static constexpr Bytes kMostBatch{128 << 20};
