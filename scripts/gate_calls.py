@@ -179,14 +179,20 @@ def main():
     ]:
         try_call(name, call)
     load(), launch()
+    another = ptr()
     for name, call in [
         ("copy", copy),
         ("launch", launch),
+        ("cuMemAlloc", cuda.alloc),
+        ("cuMemHostAlloc", lambda: cuda.host(MIB)),
         ("cuStreamWriteValue32", write_word),
+        ("cuStreamWaitValue32", lambda: cuda.cuStreamWaitValue32_v2(other, u64(word.value), 0, 0)),
         ("cuIpcOpenMemHandle", lambda: cuda.cuIpcOpenMemHandle_v2(ref(opened), handles[1], 1)),
     ]:
         block = cuda.alloc(MIB)
         try_call(f"beside a cuMemFree that is kept: {name}", call, lambda block=block: cuda.cuMemFree_v2(block))
+    try_call("beside a cuModuleLoadData that is kept: copy", copy, lambda: cuda.cuModuleLoadData(ref(another), image))
+    try_call("beside a cuCtxSynchronize: copy", copy, cuda.cuCtxSynchronize)
     os.write(over_out, b"x")
 
 

@@ -66,7 +66,7 @@ void cut_jobs(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t en
   }
 }
 
-Expected<std::unique_ptr<GpuCopyQueue>> GpuCopyQueue::make(GpuPtr gpu, CopyLimits limits, CopyCounts& counts) {
+Expected<std::unique_ptr<GpuCopyQueue>> GpuCopyQueue::make(const GpuPtr& gpu, CopyLimits limits, CopyCounts& counts) {
   std::unique_ptr<GpuCopyQueue> queue(new GpuCopyQueue(gpu, limits, counts));
   if (auto ok = queue->set_up(); !ok) {
     gpu->contexts().give_back(std::shared_ptr<GpuCopyQueue>(std::move(queue)));

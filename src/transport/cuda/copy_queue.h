@@ -33,7 +33,7 @@ struct CopyCounts {
 class GpuCopyQueue final : public shm::CopyQueue {
  public:
   // @error exhausted: no streams or pinned memory
-  static Expected<std::unique_ptr<GpuCopyQueue>> make(GpuPtr gpu, CopyLimits limits, CopyCounts& counts);
+  static Expected<std::unique_ptr<GpuCopyQueue>> make(const GpuPtr& gpu, CopyLimits limits, CopyCounts& counts);
   ~GpuCopyQueue() override;
 
   Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override;

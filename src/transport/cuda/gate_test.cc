@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <csignal>
 #include <cstdio>
@@ -25,7 +26,9 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 
 constexpr std::int64_t kSentBytes = 3 << 20;
-const Runs kAllSent = {{Bytes(0), Bytes(0), Bytes(kSentBytes)}};
+// 2 MiB for a copy engine, 1 MiB of pages in falling order for the kernel.
+const Runs kAllSent = {{Bytes(0), Bytes(0), Bytes(2 << 20)},
+                       {Bytes(2 << 20), Bytes(kSentBytes - 4096), Bytes(4096), 256, Bytes(4096), Bytes(-4096)}};
 
 CudaWorldOptions gate_world(bool fake, MemoryKind memory) {
   CudaWorldOptions out;
@@ -170,8 +173,9 @@ struct GatedTarget {
     source.tell(*party.transport->export_region(to.id()));
     ASSERT_TRUE(drive({&party}, [&] { return party.count<Notice>() > notices || party.count<PeerDown>() > down; }));
     ASSERT_EQ(party.count<Notice>(), notices + 1) << party.text();
-    std::vector<std::byte> want(static_cast<std::size_t>(kSentBytes));
-    kvloom::fill(want, seed);
+    std::vector<std::byte> sent(static_cast<std::size_t>(kSentBytes)), want(sent.size());
+    kvloom::fill(sent, seed);
+    copy_slowly(want, sent, kAllSent);
     EXPECT_EQ(world.get(memory->span()), want);
     source.end();
     ASSERT_TRUE(drive({&party}, [&] { return party.count<PeerDown>() > down; }));
@@ -194,6 +198,9 @@ void expect_progress_at_a_shut_gate(bool fake) {
   Watchdog watchdog(target.gate);
   for (std::size_t i = 0; i < kinds.size(); ++i) target.serve(*sources[i], i);
   { const auto another = *StreamGate::make(target.world.gpu()); }  // a gate ends beside it
+  const auto counts = dynamic_cast<CudaTransport&>(*target.party.transport).counts();
+  EXPECT_EQ(counts.engine_calls, static_cast<std::int64_t>(kinds.size()));
+  EXPECT_GE(counts.kernel_launches, static_cast<std::int64_t>(kinds.size()));
   EXPECT_TRUE(target.waits());
   EXPECT_FALSE(watchdog.call_off()) << "something waited for the stream that waits at the gate";
   EXPECT_EQ(target.contexts().put_off(), kinds.size()) << "the mappings of the dead";
@@ -271,6 +278,38 @@ TEST(CudaGate, StreamsThatComeLateToAGateThatIsOverGoOn) {
   EXPECT_EQ(fake::release(10), 1U);
   fake::release_all();
   EXPECT_EQ(fake::live().pinned, 1) << "one page for all words";
+}
+
+// An engine's thread shuts and opens gates, while the transport's gives memory back.
+TEST(CudaGate, NoneIsShutWhileSomethingIsFreed) {
+  CudaWorld world(CudaWorldOptions{});
+  const GpuPtr gpu = world.gpu();
+  const CUstream stream = world.stream();
+  std::atomic<bool> over = false;
+  std::thread engine([&] {
+    for (int i = 0; i < 2000; ++i) {
+      const auto gate = *StreamGate::make(gpu);
+      EXPECT_TRUE(gate->wait(stream, LayerId(i % 3)));
+      for (const int layer : {0, 1, 2}) gate->landed(LayerId(layer));
+    }
+    over = true;
+  });
+  const auto free_memory = [&gpu](std::byte* at) {
+    const Current here = gpu->current();
+    EXPECT_EQ(gpu->driver().cuMemFree(reinterpret_cast<CUdeviceptr>(at)), CUDA_SUCCESS);
+  };
+  while (!over) {
+    gpu->contexts().free_some(2);
+    if (gpu->contexts().put_off() > Contexts::kMostPutOff / 2) continue;  // else waits would be refused
+    CUdeviceptr at = 0;
+    const Current here = gpu->current();
+    ASSERT_EQ(gpu->driver().cuMemAlloc(&at, 64), CUDA_SUCCESS);
+    gpu->contexts().give_back(std::shared_ptr<std::byte>(reinterpret_cast<std::byte*>(at), free_memory));
+  }
+  engine.join();
+  gpu->contexts().free_some(Contexts::kMostPutOff);
+  EXPECT_EQ(fake::live().allocations, 0);
+  EXPECT_THAT(fake::stuck(), IsEmpty());
 }
 
 TEST(CudaGate, WhereTooMuchIsPutOffNoMoreAreShut) {

@@ -89,7 +89,7 @@ Expected<std::unique_ptr<Pins::Pin>> Pins::pin(const std::shared_ptr<const Gpu>&
   const CUresult result = gpu->driver().cuMemHostRegister(memory.data(), memory.size(), CU_MEMHOSTREGISTER_PORTABLE);
   if (result == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
     return fail(Code::invalid_argument,
-                "{} B of host memory, of which a part (or of the pages where it begins and ends) is pinned by its owner: pin all "
+                "{} B of host memory, of which a part is pinned by its owner: pin all "
                 "of it, or "
                 "nothing",
                 memory.size());

@@ -5,7 +5,10 @@
 // cross from one pinned range into another, and to pin anew would take memory from under copies.
 // A pin that is put off (contexts.h) still holds the pages of its time, and its owner may have other memory there by now: what overlaps
 // it is refused until it is freed.
-// Owner: Contexts.  Thread: any.  Source: cuMemHostRegister in cuda.h; copies across two registrations are CUDA_ERROR_INVALID_VALUE.
+// Owner: Contexts.  Thread: any.
+// Source: cuMemHostRegister in cuda.h; and as driver 580.159 does (H200): a range is pinned to the byte, two may share a page; one that overlaps
+// another is ALREADY_REGISTERED, also where its owner has unmapped the first and has other memory there; a copy across two is INVALID_VALUE;
+// what is unmapped can still be unregistered.
 #pragma once
 
 #include <atomic>
