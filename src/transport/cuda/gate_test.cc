@@ -295,6 +295,7 @@ TEST(CudaGate, NoneIsShutWhileSomethingIsFreed) {
     over = true;
   });
   const auto free_memory = [&gpu](std::byte* at) {
+    std::this_thread::yield();  // the moment for a gate to be shut, were it allowed
     const Current here = gpu->current();
     EXPECT_EQ(gpu->driver().cuMemFree(reinterpret_cast<CUdeviceptr>(at)), CUDA_SUCCESS);
   };
