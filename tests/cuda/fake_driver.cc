@@ -279,6 +279,12 @@ bool needs_context(std::string_view call) {
                                  "cuMemUnmap", "cuMemSetAccess", "cuMemExport", "cuMemImport", "cuMemRetain"});
 }
 
+// These wait for all that the GPU still has to do: docs/gpu.md, as measured; cuMemUnmap does not, and CUDA does not promise it.
+bool waits_for_gpu(std::string_view call) {
+  return call == "cuMemFree" || begins_with_any(call, {"cuMemFreeHost", "cuMemHostUnregister", "cuIpcCloseMemHandle",
+                                                       "cuMemUnmap", "cuModuleLoadData", "cuModuleUnload"});
+}
+
 // Counts the call, lets it fail if somebody wished so, and gives it the machine.
 template <class Name, auto kBody, class Type>
 struct Entry;
@@ -289,6 +295,7 @@ struct Entry<Name, kBody, CUresult (*)(A...)> {
     const char* name = Name::text();
     ++m().calls[name];
     Context* current = m().current();
+    if (waits_for_gpu(name) && m().waits_at_word()) m().stuck.emplace_back(name);
     if (!always_works(name)) {
       if (current == nullptr && needs_context(name)) return CUDA_ERROR_INVALID_CONTEXT;
       if (current != nullptr && current->broken != CUDA_SUCCESS) return current->broken;
@@ -326,6 +333,7 @@ void reset() {
   m().events.clear();
   m().modules.clear();
   m().calls.clear();
+  m().stuck.clear();
   m().fail_next.clear();
   m().fail_when_run.clear();
   m().held = false;
@@ -368,6 +376,10 @@ std::int64_t calls(std::string_view name) {
   const std::lock_guard lock(m().mutex);
   const auto at = m().calls.find(name);
   return at == m().calls.end() ? 0 : at->second;
+}
+std::vector<std::string> stuck() {
+  const std::lock_guard lock(m().mutex);
+  return m().stuck;
 }
 void set_peer_access(bool there) {
   const std::lock_guard lock(m().mutex);

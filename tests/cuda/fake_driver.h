@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kvloom/transport/cuda/driver.h"
 
@@ -40,6 +41,10 @@ void fail_when_run(std::string_view call, CUresult result);
 
 // How often it was called since the last reset.
 std::int64_t calls(std::string_view name);
+
+// Calls since the last reset that a real driver would have kept until a word is written that a stream waits for: who should write it may
+// be the caller. Here they come back at once, so that a test does not hang.
+std::vector<std::string> stuck();
 
 // Between the two GPUs; there is after reset.
 void set_peer_access(bool there);

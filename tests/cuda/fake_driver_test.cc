@@ -255,6 +255,19 @@ TEST_F(FakeDriver, StreamsWaitForWords) {
   EXPECT_EQ(read(at, 1)[0], std::byte{9});
 }
 
+TEST_F(FakeDriver, SaysWhichCallsAShutGateWouldHaveKept) {
+  const CUdeviceptr word = allocate(4), other = allocate(4);
+  cu.cuStreamWaitValue32(stream(), word, 1, CU_STREAM_WAIT_VALUE_GEQ);
+  allocate(4096);
+  cu.cuStreamDestroy(stream());
+  EXPECT_TRUE(fake::stuck().empty()) << "these wait for nobody";
+  EXPECT_EQ(cu.cuMemFree(other), CUDA_SUCCESS);
+  EXPECT_EQ(fake::stuck(), std::vector<std::string>{"cuMemFree"});
+  cu.cuStreamWriteValue32(stream(), word, 1, 0);
+  EXPECT_EQ(cu.cuMemFree(word), CUDA_SUCCESS);
+  EXPECT_EQ(fake::stuck().size(), 1U) << "the word is written";
+}
+
 TEST_F(FakeDriver, MemoryThatGoesWhileACopyIsHeldBreaksTheGpu) {
   const CUdeviceptr a = allocate(8), b = allocate(8);
   fake::hold();

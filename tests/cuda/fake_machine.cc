@@ -56,6 +56,12 @@ void Machine::submit(std::string_view call, Operation operation) {
   settle();
 }
 
+bool Machine::waits_at_word() {
+  settle();
+  return std::any_of(operations.begin(), operations.end(),
+                     [](const Operation& operation) { return operation.at_word && !operation.ready(); });
+}
+
 bool Machine::run_next(const Stream* only) {
   std::vector<const Stream*> seen;  // only the first operation of a stream may run
   for (auto at = operations.begin(); at != operations.end(); ++at) {

@@ -46,6 +46,7 @@ struct Operation {
   std::shared_ptr<Stream> stream;
   std::function<bool()> ready;    // empty: always
   std::function<CUresult()> run;  // an error breaks the GPU
+  bool at_word = false;           // waits for a word that the host writes
 };
 
 struct Context {
@@ -68,6 +69,7 @@ class Machine {
   std::map<std::string, std::int64_t, std::less<>> calls;
   std::map<std::string, CUresult, std::less<>> fail_next, fail_when_run;
   std::list<Operation> operations;
+  std::vector<std::string> stuck;  // calls
   bool held = false;
   bool peer_access = true;
 
@@ -84,6 +86,8 @@ class Machine {
   void submit(std::string_view call, Operation operation);
   // Runs up to `most` operations, of `only` this stream if one is given.
   std::size_t pump(std::size_t most, const Stream* only = nullptr);
+  // A stream waits for a word that nobody has written.
+  bool waits_at_word();
   void settle() {
     if (!held) pump(operations.size());
   }

@@ -185,7 +185,7 @@ CUresult fake_cuStreamWaitValue32(CUstream handle, CUdeviceptr at, cuuint32_t va
     }
   };
   m().submit("cuStreamWaitValue32",
-             {std::move(stream), ready, [=] { return allowed() ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS; }});
+             {std::move(stream), ready, [=] { return allowed() ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS; }, true});
   return CUDA_SUCCESS;
 }
 CUresult fake_cuEventCreate(CUevent* out, unsigned) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kvloom/transport/cuda/contexts.h"
+
 namespace kvloom::cuda {
 namespace {
 
@@ -64,9 +66,12 @@ void cut_jobs(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t en
   }
 }
 
-Expected<std::unique_ptr<GpuCopyQueue>> GpuCopyQueue::make(GpuPtr gpu, CopyLimits limits, CopyCounts& counts) {
-  std::unique_ptr<GpuCopyQueue> queue(new GpuCopyQueue(std::move(gpu), limits, counts));
-  if (auto ok = queue->set_up(); !ok) return tl::unexpected(ok.error());
+Expected<std::unique_ptr<GpuCopyQueue>> GpuCopyQueue::make(const GpuPtr& gpu, CopyLimits limits, CopyCounts& counts) {
+  std::unique_ptr<GpuCopyQueue> queue(new GpuCopyQueue(gpu, limits, counts));
+  if (auto ok = queue->set_up(); !ok) {
+    gpu->contexts().give_back(std::shared_ptr<GpuCopyQueue>(std::move(queue)));
+    return tl::unexpected(ok.error());
+  }
   return queue;
 }
 
@@ -312,6 +317,15 @@ void GpuCopyQueue::drain() {
   const Current here = gpu_->current();
   for (const Lane* lane : {&engine_, &kernel_})  // an error: the context is broken, and its streams have stopped
     gpu_->driver().cuStreamSynchronize(lane->stream);
+}
+
+bool GpuCopyQueue::renew() {
+  if (!engine_.has(engine_.put) || !kernel_.has(kernel_.put)) return false;
+  started_.clear();
+  finished_ = 0;
+  in_flight_ = Bytes(0);
+  quiet_polls_ = 0;
+  return true;
 }
 
 }  // namespace kvloom::cuda

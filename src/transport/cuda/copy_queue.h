@@ -35,7 +35,7 @@ struct CopyCounts {
 class GpuCopyQueue final : public shm::CopyQueue {
  public:
   // @error exhausted: no streams or pinned memory
-  static Expected<std::unique_ptr<GpuCopyQueue>> make(GpuPtr gpu, CopyLimits limits, CopyCounts& counts);
+  static Expected<std::unique_ptr<GpuCopyQueue>> make(const GpuPtr& gpu, CopyLimits limits, CopyCounts& counts);
   ~GpuCopyQueue() override;
 
   Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override;
@@ -46,6 +46,8 @@ class GpuCopyQueue final : public shm::CopyQueue {
   }
   Bytes batch() const override { return std::min(Bytes(limits_.in_flight.value / 2), kMostBatch); }
   void drain() override;
+  // As new, for another peer; false: something of it broke.  @pre drained
+  bool renew();
 
  private:
   static constexpr Bytes kMostBatch{128 << 20};

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "kvloom/transport/cuda/contexts.h"
+#include "kvloom/transport/cuda/queue_pool.h"
 #include "kvloom/transport/shm/incoming.h"
 
 namespace kvloom {
@@ -12,7 +14,16 @@ namespace {
 class GpuDevice final : public shm::Device {
  public:
   GpuDevice(cuda::GpuPtr gpu, cuda::CopyLimits limits, bool allocate_on_host, std::shared_ptr<cuda::CopyCounts> counts)
-      : gpu_(std::move(gpu)), limits_(limits), allocate_on_host_(allocate_on_host), counts_(std::move(counts)) {}
+      : gpu_(std::move(gpu)),
+        limits_(limits),
+        allocate_on_host_(allocate_on_host),
+        counts_(std::move(counts)),
+        queues_(gpu_, limits_, *counts_) {
+    gpu_->contexts().add_transport();
+  }
+  GpuDevice(const GpuDevice&) = delete;
+  GpuDevice& operator=(const GpuDevice&) = delete;
+  ~GpuDevice() override { gpu_->contexts().remove_transport(); }
 
   Abilities abilities() const override {
     return {.name = "cuda",
@@ -38,11 +49,7 @@ class GpuDevice final : public shm::Device {
   }
   Expected<std::shared_ptr<shm::LocalMemory>> lend(std::span<std::byte> memory) override { return cuda::lend(gpu_, memory); }
   Expected<std::unique_ptr<shm::PeerMemory>> map(shm::Offer offer) override { return cuda::map(gpu_, std::move(offer)); }
-  Expected<std::unique_ptr<shm::CopyQueue>> queue() override {
-    auto queue = cuda::GpuCopyQueue::make(gpu_, limits_, *counts_);
-    if (!queue) return tl::unexpected(queue.error());
-    return std::move(*queue);
-  }
+  Expected<std::unique_ptr<shm::CopyQueue>> queue() override { return queues_.take(); }
 
  private:
   static constexpr std::size_t kMostParts = 65536;
@@ -52,7 +59,10 @@ class GpuDevice final : public shm::Device {
   cuda::CopyLimits limits_;
   bool allocate_on_host_;
   std::shared_ptr<cuda::CopyCounts> counts_;
+  cuda::QueuePool queues_;
 };
+
+constexpr std::size_t kFreesAPoll = 4;  // each waits for what the GPU has to do
 
 }  // namespace
 
@@ -74,6 +84,16 @@ Expected<std::unique_ptr<CudaTransport>> CudaTransport::make(CudaOptions options
   auto device = std::make_unique<GpuDevice>(*gpu, options.copies, options.allocate_on_host, counts);
   return std::unique_ptr<CudaTransport>(
       new CudaTransport(std::move(*ends), std::move(device), std::move(*gpu), std::move(counts)));
+}
+
+bool CudaTransport::poll(PollLimit limit, std::vector<Event>& events) {
+  gpu_->contexts().free_some(kFreesAPoll);
+  return RingTransport::poll(limit, events);
+}
+
+std::optional<int> CudaTransport::arm() {
+  if (gpu_->contexts().can_free()) return std::nullopt;
+  return RingTransport::arm();
 }
 
 }  // namespace kvloom

@@ -33,6 +33,10 @@ class CudaTransport final : public shm::RingTransport {
   const cuda::GpuPtr& gpu_owner() const { return gpu_; }
   cuda::CopyCounts counts() const { return *counts_; }
 
+  // As RingTransport; and frees what was put off while a stream waited at a gate (cuda/contexts.h), a little a poll.
+  bool poll(PollLimit limit, std::vector<Event>& events) override;
+  std::optional<int> arm() override;
+
  private:
   CudaTransport(Ends ends, std::unique_ptr<shm::Device> device, cuda::GpuPtr gpu, std::shared_ptr<cuda::CopyCounts> counts)
       : RingTransport(std::move(ends), std::move(device)), gpu_(std::move(gpu)), counts_(std::move(counts)) {}

@@ -1,13 +1,12 @@
 #include "kvloom/transport/cuda/device_work.h"
 
+#include <algorithm>
 #include <atomic>
+#include <utility>
+
+#include "kvloom/transport/cuda/contexts.h"
 
 namespace kvloom::cuda {
-namespace {
-
-constexpr std::uint32_t kOver = 0x7fffffff;  // above every layer, as the stream compares: by the sign of the difference
-
-}  // namespace
 
 Expected<std::shared_ptr<StreamWork>> StreamWork::record(const GpuPtr& gpu, CUstream stream) {
   const Current here = gpu->current();
@@ -35,37 +34,48 @@ Expected<bool> StreamWork::is_done() {
 
 Expected<std::shared_ptr<StreamGate>> StreamGate::make(GpuPtr gpu) {
   const Current here = gpu->current();
-  void* memory = nullptr;
-  CUdeviceptr address = 0;
-  const Driver& driver = gpu->driver();
-  if (auto ok = gpu->check(
-          driver.cuMemHostAlloc(&memory, sizeof(std::uint32_t), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP), "a gate");
-      !ok)
-    return tl::unexpected(ok.error());
-  *static_cast<std::uint32_t*>(memory) = 0;
-  if (auto ok = gpu->check(driver.cuMemHostGetDevicePointer(&address, memory, 0), "a gate seen by the GPU"); !ok) {
-    driver.cuMemFreeHost(memory);
-    return tl::unexpected(ok.error());
-  }
-  return std::shared_ptr<StreamGate>(new StreamGate(std::move(gpu), memory, address));
+  const auto word = gpu->gate_words().take(gpu->driver());
+  if (!word) return tl::unexpected(word.error());
+  return std::shared_ptr<StreamGate>(new StreamGate(std::move(gpu), *word));
 }
 
 StreamGate::~StreamGate() {
+  over();
+  gpu_->gate_words().put_back(word_);
+}
+
+Expected<void> StreamGate::wait(CUstream stream, LayerId layer) {
+  if (layer.value < 0 || layer.value >= static_cast<std::int64_t>(GateWords::kSpan) - 1)
+    return fail(Code::invalid_argument, "a stream's wait for layer {}", layer.value);
+  const std::uint32_t wanted = static_cast<std::uint32_t>(layer.value) + 1;
+  const auto nothing_is_freed = gpu_->contexts().hold_frees();
+  {
+    const std::lock_guard lock(mutex_);
+    if (wanted > risen_ && gpu_->contexts().crowded())
+      return fail(Code::exhausted, "{} mappings of lost peers wait for gates to open: wait for layer {} on the host this time",
+                  gpu_->contexts().put_off(), layer.value);
+    waited_ = std::max(waited_, wanted);
+    if (wanted > risen_ && !std::exchange(shut_, true)) gpu_->contexts().gate_shut();
+  }
   const Current here = gpu_->current();
-  gpu_->driver().cuMemFreeHost(word_);
+  return gpu_->check(gpu_->driver().cuStreamWaitValue32(stream, word_.device, word_.base + wanted, CU_STREAM_WAIT_VALUE_GEQ),
+                     "a stream's wait for layer {}", layer.value);
 }
 
-Expected<void> StreamGate::wait(CUstream stream, LayerId layer) const {
-  const Current here = gpu_->current();
-  return gpu_->check(
-      gpu_->driver().cuStreamWaitValue32(stream, address_, static_cast<std::uint32_t>(layer.value) + 1, CU_STREAM_WAIT_VALUE_GEQ),
-      "a stream's wait for layer {}", layer.value);
+void StreamGate::rise(std::uint32_t by) {
+  bool opens = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (by <= risen_) return;
+    risen_ = by;
+    std::atomic_ref(*word_.host).store(word_.base + by, std::memory_order_release);
+    if (shut_ && risen_ >= waited_) opens = std::exchange(shut_, false);
+  }
+  if (opens) gpu_->contexts().gate_opened();
 }
 
-void StreamGate::landed(LayerId layer) {
-  std::atomic_ref(*word_).store(static_cast<std::uint32_t>(layer.value) + 1, std::memory_order_release);
-}
+void StreamGate::landed(LayerId layer) { rise(static_cast<std::uint32_t>(layer.value) + 1); }
 
-void StreamGate::over() { std::atomic_ref(*word_).store(kOver, std::memory_order_release); }
+void StreamGate::over() { rise(GateWords::kSpan); }
 
 }  // namespace kvloom::cuda

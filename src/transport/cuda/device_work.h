@@ -2,7 +2,11 @@
 // for layers.  Stage: carry.
 // Nothing on the engine's stream waits for a host thread of ours but at a gate, which opens with the layer or with the end of the transfer,
 // whichever comes first.
+// While a stream waits at a gate, this process must free nothing on its GPUs and load no kernels there but through the transport, which
+// knows (contexts.h): such a call waits for the stream, and the transport's copies for the call (docs/gpu.md).
 #pragma once
+
+#include <mutex>
 
 #include "kvloom/transport/cuda/gpu.h"
 #include "kvloom/transport/device_work.h"
@@ -32,20 +36,24 @@ class StreamGate final : public LayerGate {
   static Expected<std::shared_ptr<StreamGate>> make(GpuPtr gpu);
   StreamGate(const StreamGate&) = delete;
   StreamGate& operator=(const StreamGate&) = delete;
-  ~StreamGate() override;  // @pre no stream waits here any more
+  ~StreamGate() override;  // it is over
 
   // What is put on `stream` from now on begins once the layer has landed, or the transfer has ended.  Thread: the engine's
-  Expected<void> wait(CUstream stream, LayerId layer) const;
+  // @error exhausted: much memory of lost peers waits for gates to open: wait on the host this time (wait_layer); io
+  Expected<void> wait(CUstream stream, LayerId layer);
 
   void landed(LayerId layer) override;
   void over() override;
 
  private:
-  StreamGate(GpuPtr gpu, void* memory, CUdeviceptr address)
-      : gpu_(std::move(gpu)), word_(static_cast<std::uint32_t*>(memory)), address_(address) {}
+  StreamGate(GpuPtr gpu, GateWords::Word word) : gpu_(std::move(gpu)), word_(word) {}
+  void rise(std::uint32_t by);
+
   GpuPtr gpu_;
-  std::uint32_t* word_;  // pinned: layers from 0 on that have landed
-  CUdeviceptr address_;
+  GateWords::Word word_;  // base + layers from 0 on that have landed
+  std::mutex mutex_;
+  std::uint32_t waited_ = 0, risen_ = 0;  // above base: the most that a stream waits for; what stands there
+  bool shut_ = false;                     // a stream may wait: counted
 };
 
 }  // namespace kvloom::cuda

@@ -2,7 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
 #include <string>
+
+#include "kvloom/transport/cuda/contexts.h"
 
 namespace kvloom::cuda {
 namespace {
@@ -36,7 +39,14 @@ std::string version_text(const Driver& driver) {
 
 }  // namespace
 
+std::shared_ptr<Contexts> make_contexts() { return std::make_shared<Contexts>(); }
+
+// Two tables would have two Contexts, and these would not know of each other's gates and pins.
 Expected<std::shared_ptr<const Driver>> Driver::load() {
+  static std::mutex mutex;
+  static std::weak_ptr<const Driver> loaded;
+  const std::lock_guard lock(mutex);
+  if (auto there = loaded.lock()) return there;
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* why = dlerror();
@@ -53,6 +63,7 @@ Expected<std::shared_ptr<const Driver>> Driver::load() {
       check(*driver, started, Code::unsupported,
             "the CUDA driver (for CUDA {}) does not start: look at nvidia-smi and CUDA_VISIBLE_DEVICES", version_text(*driver));
   if (!usable) return tl::unexpected(usable.error());
+  loaded = driver;
   return std::shared_ptr<const Driver>(std::move(driver));
 }
 

@@ -3,7 +3,7 @@
 // (tests/cuda/fake_driver.h).
 // Law: each member has the very signature, and load() finds the very symbol, that cuda.h maps the name to: cuMemAlloc is a macro for
 // cuMemAlloc_v2, and so are the member, the type and the name that is looked up.  `driver->cuMemAlloc(...)` reads as in any CUDA program.
-// Owner: whoever calls load; a table never changes.  Thread: any.  Source: cuda.h of CUDA 13.0, "Driver entry point access".
+// Owner: whoever calls load; the table never changes.  Thread: any.  Source: cuda.h of CUDA 13.0, "Driver entry point access".
 #pragma once
 
 #include <cuda.h>
@@ -83,12 +83,18 @@
 
 namespace kvloom::cuda {
 
+class Contexts;
+std::shared_ptr<Contexts> make_contexts();
+
 struct Driver {
 #define KVLOOM_CUDA_MEMBER(call) decltype(&::call) call = nullptr;
   KVLOOM_CUDA_CALLS(KVLOOM_CUDA_MEMBER)
 #undef KVLOOM_CUDA_MEMBER
 
-  // The machine's own, after cuInit. The library is never unloaded: contexts of others in this process live in it.
+  // Owners: this.  What all users of this driver share (contexts.h).
+  std::shared_ptr<Contexts> contexts = make_contexts();
+
+  // The machine's own, after cuInit; one in a process for as long as anybody has it, for so are CUDA's contexts. The library is never unloaded: contexts of others in this process live in it.
   // @error unsupported: no driver, a driver that is too old, no GPU, with what to do
   // Owners: everything that calls CUDA.
   static Expected<std::shared_ptr<const Driver>> load();

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "kvloom/transport/cuda/contexts.h"
 #include "kvloom/transport/cuda/copy_kernel.h"
 
 namespace kvloom::cuda {
@@ -20,6 +21,11 @@ Expected<std::array<std::byte, 16>> uuid_of(const Driver& driver, CUdevice devic
 }  // namespace
 
 Expected<std::shared_ptr<const Gpu>> Gpu::open(std::shared_ptr<const Driver> driver, int ordinal) {
+  Contexts& contexts = *driver->contexts;
+  return contexts.gpu(ordinal, [&] { return open_first(driver, ordinal); });
+}
+
+Expected<std::shared_ptr<const Gpu>> Gpu::open_first(std::shared_ptr<const Driver> driver, int ordinal) {
   if (auto ok = cuda::check(*driver, driver->cuInit(0), "starting CUDA", Code::unsupported); !ok)
     return tl::unexpected(ok.error());
   int count = 0;
@@ -59,6 +65,7 @@ Gpu::~Gpu() {
   if (context_ == nullptr) return;
   {
     const Current here = current();
+    gate_words_.free_all(*driver_);
     if (module_ != nullptr) driver_->cuModuleUnload(module_);
   }
   driver_->cuDevicePrimaryCtxRelease(device_);

@@ -7,11 +7,13 @@
 #include <string>
 
 #include "kvloom/transport/cuda/driver.h"
+#include "kvloom/transport/cuda/gate_words.h"
 
 namespace kvloom::cuda {
 
 class Gpu {
  public:
+  // One object for a GPU, for as long as anybody has it (contexts.h).
   // @error unsupported (no driver, no such GPU), exhausted, io; sentences say what to do
   static Expected<std::shared_ptr<const Gpu>> open(std::shared_ptr<const Driver> driver, int ordinal);
   Gpu(const Gpu&) = delete;
@@ -28,6 +30,8 @@ class Gpu {
   CUfunction copy_items() const { return copy_items_; }
   CUfunction copy_few() const { return copy_few_; }
   int multiprocessors() const { return multiprocessors_; }
+  Contexts& contexts() const { return *driver_->contexts; }
+  GateWords& gate_words() const { return gate_words_; }
 
   Current current() const { return Current(*driver_, context_); }
   template <class... Args>
@@ -40,6 +44,7 @@ class Gpu {
 
  private:
   explicit Gpu(std::shared_ptr<const Driver> driver) : driver_(std::move(driver)) {}
+  static Expected<std::shared_ptr<const Gpu>> open_first(std::shared_ptr<const Driver> driver, int ordinal);
   Expected<void> load();
 
   std::shared_ptr<const Driver> driver_;  // shared with the transport that it was made for
@@ -52,6 +57,7 @@ class Gpu {
   CUmodule module_ = nullptr;
   CUfunction copy_items_ = nullptr;
   CUfunction copy_few_ = nullptr;
+  mutable GateWords gate_words_;
 };
 
 using GpuPtr = std::shared_ptr<const Gpu>;  // shared by a transport's device, its memories, queues and the work of its engine

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvloom/transport/cuda/contexts.h"
 #include "kvloom/transport/cuda/words.h"
 
 namespace kvloom::cuda {
@@ -42,47 +43,36 @@ Expected<About> ask_about(const Gpu& gpu, CUdeviceptr address) {
   return out;
 }
 
+std::shared_ptr<Loans::Loan> loan_of(const Gpu& gpu, std::span<std::byte> memory) {
+  return gpu.contexts().loans().lend(address_of(memory.data()), memory.size());
+}
+
 class Lent final : public LocalMemory {
  public:
-  Lent(std::span<std::byte> memory, std::optional<Offer> offer, std::string why_not)
-      : memory_(memory), offer_(std::move(offer)), why_not_(std::move(why_not)) {}
+  Lent(const Gpu& gpu, std::span<std::byte> memory, std::optional<Offer> offer, std::string why_not)
+      : memory_(memory), offer_(std::move(offer)), why_not_(std::move(why_not)), loan_(loan_of(gpu, memory)) {}
   std::span<std::byte> memory() const override { return memory_; }
   const Offer* offer() const override { return offer_ ? &*offer_ : nullptr; }
   std::string why_not() const override { return why_not_; }
+  void take_back() override { loan_->end(); }
 
  private:
   std::span<std::byte> memory_;
   std::optional<Offer> offer_;
   std::string why_not_;
+  std::shared_ptr<Loans::Loan> loan_;  // owners: this, and who reads it in this process
 };
 
-// Host memory, pinned until this ends.
-class Pin {
- public:
-  static Expected<std::unique_ptr<Pin>> make(const GpuPtr& gpu, std::span<std::byte> memory) {
-    const Current here = gpu->current();
-    if (auto ok = check(gpu->driver(), gpu->driver().cuMemHostRegister(memory.data(), memory.size(), CU_MEMHOSTREGISTER_PORTABLE),
-                        fmt::format("pinning {} B of host memory (ulimit -l?)", memory.size()), Code::exhausted);
-        !ok)
-      return tl::unexpected(ok.error());
-    return std::unique_ptr<Pin>(new Pin(gpu, memory.data()));
-  }
-  Pin(const Pin&) = delete;
-  Pin& operator=(const Pin&) = delete;
-  ~Pin() {
-    const Current here = gpu_->current();
-    gpu_->driver().cuMemHostUnregister(memory_);
-  }
-
- private:
-  Pin(GpuPtr gpu, std::byte* memory) : gpu_(std::move(gpu)), memory_(memory) {}
-  GpuPtr gpu_;
-  std::byte* memory_;
-};
+// Ends as contexts.h has it: its destructor frees, or unpins.
+template <class Memory>
+std::shared_ptr<LocalMemory> freed_in_time(const GpuPtr& gpu, std::unique_ptr<Memory> memory) {
+  return {memory.release(),
+          [gpu](Memory* ended) { gpu->contexts().give_back(std::shared_ptr<void>(std::shared_ptr<Memory>(ended))); }};
+}
 
 class Pinned final : public LocalMemory {
  public:
-  Pinned(std::span<std::byte> memory, std::unique_ptr<Pin> pin) : memory_(memory), pin_(std::move(pin)) {}
+  Pinned(std::span<std::byte> memory, std::unique_ptr<Pins::Pin> pin) : memory_(memory), pin_(std::move(pin)) {}
   std::span<std::byte> memory() const override { return memory_; }
   const Offer* offer() const override { return nullptr; }
   std::string why_not() const override {
@@ -91,32 +81,49 @@ class Pinned final : public LocalMemory {
 
  private:
   std::span<std::byte> memory_;
-  std::unique_ptr<Pin> pin_;
+  std::unique_ptr<Pins::Pin> pin_;  // null: its owner has pinned it
 };
 
 class PinnedMemfd final : public LocalMemory {
  public:
-  PinnedMemfd(shm::SharedMemory memory, std::unique_ptr<Pin> pin) : mapping_(std::move(memory.mapping)), pin_(std::move(pin)) {
+  PinnedMemfd(GpuPtr gpu, shm::SharedMemory memory) : gpu_(std::move(gpu)), mapping_(std::move(memory.mapping)) {
     offer_.length = Bytes(static_cast<std::int64_t>(mapping_.memory().size()));
     offer_.words = encode(Words{.kind = Words::Kind::host});
     offer_.descriptors.push_back(std::move(memory.fd));
+  }
+  PinnedMemfd(const PinnedMemfd&) = delete;
+  PinnedMemfd& operator=(const PinnedMemfd&) = delete;
+  ~PinnedMemfd() override {
+    if (!pinned_) return;
+    const Current here = gpu_->current();
+    gpu_->driver().cuMemHostUnregister(mapping_.memory().data());
+  }
+  Expected<void> pin() {
+    const Current here = gpu_->current();
+    const auto memory = mapping_.memory();
+    auto ok = check(gpu_->driver(), gpu_->driver().cuMemHostRegister(memory.data(), memory.size(), CU_MEMHOSTREGISTER_PORTABLE),
+                    fmt::format("pinning {} B of host memory (ulimit -l?)", memory.size()), Code::exhausted);
+    pinned_ = ok.has_value();
+    return ok;
   }
   std::span<std::byte> memory() const override { return mapping_.memory(); }
   const Offer* offer() const override { return &offer_; }
 
  private:
+  GpuPtr gpu_;
   shm::Mapping mapping_;
-  std::unique_ptr<Pin> pin_;
   Offer offer_;
+  bool pinned_ = false;
 };
 
 class Allocated final : public LocalMemory {
  public:
   Allocated(GpuPtr gpu, std::span<std::byte> memory, Offer offer)
-      : gpu_(std::move(gpu)), memory_(memory), offer_(std::move(offer)) {}
+      : gpu_(std::move(gpu)), memory_(memory), offer_(std::move(offer)), loan_(loan_of(*gpu_, memory)) {}
   Allocated(const Allocated&) = delete;
   Allocated& operator=(const Allocated&) = delete;
   ~Allocated() override {
+    loan_->end();  // a peer of this process may be fenced off, and copy on
     const Current here = gpu_->current();
     gpu_->driver().cuMemFree(address_of(memory_.data()));
   }
@@ -127,6 +134,7 @@ class Allocated final : public LocalMemory {
   GpuPtr gpu_;
   std::span<std::byte> memory_;
   Offer offer_;
+  std::shared_ptr<Loans::Loan> loan_;  // owners: this, and who reads it in this process
 };
 
 Expected<Offer> ipc_offer(const Gpu& gpu, std::span<std::byte> memory, const About& about) {
@@ -227,6 +235,17 @@ Expected<Offer> vmm_offer(const Gpu& gpu, std::span<std::byte> memory) {
   return offer;
 }
 
+// On a stream of its own: the default one may wait at a gate of the engine's.
+Expected<void> zero(const Gpu& gpu, CUdeviceptr address, std::size_t bytes) {
+  const Driver& driver = gpu.driver();
+  CUstream stream = nullptr;
+  if (auto ok = gpu.check(driver.cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0), "a stream"); !ok) return ok;
+  CUresult result = driver.cuMemsetD8Async(address, 0, bytes, stream);
+  if (result == CUDA_SUCCESS) result = driver.cuStreamSynchronize(stream);
+  driver.cuStreamDestroy(stream);
+  return gpu.check(result, "zeroing {} B", bytes);
+}
+
 }  // namespace
 
 Expected<std::shared_ptr<LocalMemory>> allocate_on_gpu(const GpuPtr& gpu, Bytes length) {
@@ -240,12 +259,9 @@ Expected<std::shared_ptr<LocalMemory>> allocate_on_gpu(const GpuPtr& gpu, Bytes 
   const std::span<std::byte> memory(memory_at(address), bytes);
   const auto about = ask_about(*gpu, address);
   auto offer = about ? ipc_offer(*gpu, memory, *about) : tl::unexpected(about.error());
-  auto out = std::make_shared<Allocated>(gpu, memory, offer ? std::move(*offer) : Offer{});
+  auto out = freed_in_time(gpu, std::make_unique<Allocated>(gpu, memory, offer ? std::move(*offer) : Offer{}));
   if (!offer) return tl::unexpected(offer.error());
-  if (auto ok = gpu->check(gpu->driver().cuMemsetD8Async(address, 0, bytes, nullptr), "zeroing {} B", bytes); !ok)
-    return tl::unexpected(ok.error());
-  if (auto ok = gpu->check(gpu->driver().cuStreamSynchronize(nullptr), "zeroing {} B", bytes); !ok)
-    return tl::unexpected(ok.error());
+  if (auto ok = zero(*gpu, address, bytes); !ok) return tl::unexpected(ok.error());
   return out;
 }
 
@@ -255,18 +271,17 @@ Expected<std::shared_ptr<LocalMemory>> allocate_pinned(const GpuPtr& gpu, Bytes 
   const auto span = memory->mapping.memory();
   if (madvise(span.data(), span.size(), MADV_POPULATE_WRITE) != 0 && errno == ENOMEM)
     return fail(Code::exhausted, "no {} B of shared memory", length.value);
-  auto pin = Pin::make(gpu, span);
-  if (!pin) return tl::unexpected(pin.error());
-  return std::make_shared<PinnedMemfd>(std::move(*memory), std::move(*pin));
+  auto out = std::make_unique<PinnedMemfd>(gpu, std::move(*memory));
+  if (auto ok = out->pin(); !ok) return tl::unexpected(ok.error());
+  return freed_in_time(gpu, std::move(out));
 }
 
 Expected<std::shared_ptr<LocalMemory>> lend(const GpuPtr& gpu, std::span<std::byte> memory) {
   const Current here = gpu->current();
   const auto about = ask_about(*gpu, address_of(memory.data()));
   if (!about) return tl::unexpected(about.error());
-  if (about->type == CU_MEMORYTYPE_HOST) return std::make_shared<Pinned>(memory, nullptr);
   if (about->type != CU_MEMORYTYPE_DEVICE && about->type != CU_MEMORYTYPE_UNIFIED) {
-    auto pin = Pin::make(gpu, memory);
+    auto pin = gpu->contexts().pins().pin(gpu, memory);
     if (!pin) return tl::unexpected(pin.error());
     return std::make_shared<Pinned>(memory, std::move(*pin));
   }
@@ -279,8 +294,8 @@ Expected<std::shared_ptr<LocalMemory>> lend(const GpuPtr& gpu, std::span<std::by
       return fail(Code::invalid_argument, "{} B at {} of an allocation of {} B", memory.size(), offset, about->bytes);
   }
   auto offer = about->legacy_ipc != 0 ? ipc_offer(*gpu, memory, *about) : vmm_offer(*gpu, memory);
-  if (!offer) return std::make_shared<Lent>(memory, std::nullopt, offer.error().message);
-  return std::make_shared<Lent>(memory, std::move(*offer), "");
+  if (!offer) return std::make_shared<Lent>(*gpu, memory, std::nullopt, offer.error().message);
+  return std::make_shared<Lent>(*gpu, memory, std::move(*offer), "");
 }
 
 }  // namespace kvloom::cuda

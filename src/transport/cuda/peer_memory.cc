@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvloom/transport/cuda/contexts.h"
 #include "kvloom/transport/cuda/memory.h"
 #include "kvloom/transport/cuda/words.h"
 
@@ -41,6 +42,27 @@ Expected<void> check_peer_access(const Gpu& gpu, const std::array<std::byte, 16>
   return {};
 }
 
+// What unmaps when it ends, which is when contexts.h says.
+template <class Memory>
+class InTime final : public PeerMemory {
+ public:
+  explicit InTime(GpuPtr gpu, std::shared_ptr<Memory> memory) : gpu_(std::move(gpu)), memory_(std::move(memory)) {}
+  InTime(const InTime&) = delete;
+  InTime& operator=(const InTime&) = delete;
+  ~InTime() override { gpu_->contexts().give_back(std::move(memory_)); }
+  std::span<const std::byte> memory() const override { return memory_->memory(); }
+  Memory& kept() { return *memory_; }
+
+ private:
+  GpuPtr gpu_;
+  std::shared_ptr<Memory> memory_;  // owners: this, then Contexts
+};
+
+template <class Memory, class... Arguments>
+std::unique_ptr<InTime<Memory>> unmapped_in_time(const GpuPtr& gpu, Arguments&&... arguments) {
+  return std::make_unique<InTime<Memory>>(gpu, std::make_shared<Memory>(gpu, std::forward<Arguments>(arguments)...));
+}
+
 // ---- IPC handle ----
 
 class PeerIpc final : public PeerMemory {
@@ -63,11 +85,13 @@ class PeerIpc final : public PeerMemory {
 // Memory of this very process: a handle can't be opened where it was made.
 class PeerOurs final : public PeerMemory {
  public:
-  explicit PeerOurs(std::span<const std::byte> memory) : memory_(memory) {}
-  std::span<const std::byte> memory() const override { return memory_; }
+  PeerOurs(std::span<const std::byte> memory, std::unique_ptr<Loans::Borrowed> borrowed)
+      : memory_(memory), borrowed_(std::move(borrowed)) {}
+  std::span<const std::byte> memory() const override { return borrowed_->ended() ? std::span<const std::byte>() : memory_; }
 
  private:
   std::span<const std::byte> memory_;
+  std::unique_ptr<Loans::Borrowed> borrowed_;
 };
 
 Expected<std::unique_ptr<PeerMemory>> map_ours(const GpuPtr& gpu, const Words& words, Bytes length) {
@@ -77,6 +101,10 @@ Expected<std::unique_ptr<PeerMemory>> map_ours(const GpuPtr& gpu, const Words& w
       !ok)
     return tl::unexpected(ok.error());
   if (auto ok = check_within(words.address - base, length, bytes); !ok) return tl::unexpected(ok.error());
+  const auto bytes_lent = static_cast<std::size_t>(length.value);
+  auto borrowed = gpu->contexts().loans().borrow(words.address, bytes_lent);
+  if (borrowed == nullptr)
+    return fail(Code::unavailable, "{} B at {:#x} of this process are lent no more", length.value, words.address);
   const auto ordinal = gpu->ordinal_of(words.uuid);
   if (!ordinal) return tl::unexpected(ordinal.error());
   if (*ordinal != gpu->ordinal()) {
@@ -87,7 +115,7 @@ Expected<std::unique_ptr<PeerMemory>> map_ours(const GpuPtr& gpu, const Words& w
       if (auto ok = gpu->check(result, "reading GPU {} from GPU {}", *ordinal, gpu->ordinal()); !ok)
         return tl::unexpected(ok.error());
   }
-  return std::make_unique<PeerOurs>(span_at(words.address, static_cast<std::size_t>(length.value)));
+  return std::make_unique<PeerOurs>(span_at(words.address, bytes_lent), std::move(borrowed));
 }
 
 Expected<std::unique_ptr<PeerMemory>> map_ipc(const GpuPtr& gpu, const Words& words, const Offer& offer) {
@@ -99,7 +127,7 @@ Expected<std::unique_ptr<PeerMemory>> map_ipc(const GpuPtr& gpu, const Words& wo
       !ok)
     return tl::unexpected(ok.error());
   const auto length = static_cast<std::size_t>(offer.length.value);
-  auto out = std::make_unique<PeerIpc>(gpu, base, span_at(base + words.offset, length));
+  auto out = unmapped_in_time<PeerIpc>(gpu, base, span_at(base + words.offset, length));
   CUdeviceptr begin = 0;
   std::size_t bytes = 0;
   if (auto ok = gpu->check(gpu->driver().cuMemGetAddressRange(&begin, &bytes, base), "the size of a peer's memory"); !ok)
@@ -200,8 +228,9 @@ class PeerHost final : public PeerMemory {
                         fmt::format("pinning {} B of a peer (ulimit -l?)", memory.size()), Code::exhausted);
         !ok)
       return tl::unexpected(ok.error());
-    return std::unique_ptr<PeerMemory>(new PeerHost(gpu, std::move(*mapping)));
+    return unmapped_in_time<PeerHost>(gpu, std::move(*mapping));
   }
+  PeerHost(GpuPtr gpu, shm::Mapping mapping) : gpu_(std::move(gpu)), mapping_(std::move(mapping)) {}
   PeerHost(const PeerHost&) = delete;
   PeerHost& operator=(const PeerHost&) = delete;
   ~PeerHost() override {
@@ -211,7 +240,6 @@ class PeerHost final : public PeerMemory {
   std::span<const std::byte> memory() const override { return mapping_.memory(); }
 
  private:
-  PeerHost(GpuPtr gpu, shm::Mapping mapping) : gpu_(std::move(gpu)), mapping_(std::move(mapping)) {}
   GpuPtr gpu_;
   shm::Mapping mapping_;
 };
@@ -225,8 +253,8 @@ Expected<std::unique_ptr<PeerMemory>> map(const GpuPtr& gpu, Offer offer) {
   if (words->kind == Words::Kind::host) return PeerHost::map(gpu, offer);
   if (auto ok = check_peer_access(*gpu, words->uuid); !ok) return tl::unexpected(ok.error());
   if (words->kind == Words::Kind::ipc) return map_ipc(gpu, *words, offer);
-  auto memory = std::make_unique<PeerVmm>(gpu);
-  if (auto ok = memory->map(*words, offer); !ok) return tl::unexpected(ok.error());
+  auto memory = unmapped_in_time<PeerVmm>(gpu);
+  if (auto ok = memory->kept().map(*words, offer); !ok) return tl::unexpected(ok.error());
   return memory;
 }
 

@@ -32,6 +32,7 @@ class LocalMemory {
   virtual std::span<std::byte> memory() const = 0;    // [length], bytes
   virtual const Offer* offer() const = 0;             // null: peers can't read it, so no write of ours can
   virtual std::string why_not() const { return {}; }  // then: what to do
+  virtual void take_back() {}                         // its region ends: its owner may free it; open writes may still have this
 };
 
 // Memory of a peer, mapped to be read by our copies.

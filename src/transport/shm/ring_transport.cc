@@ -161,7 +161,7 @@ Expected<Region> RingTransport::register_memory(std::span<std::byte> memory) {
 void RingTransport::deregister(RegionId region) noexcept {
   assert_owner("~Region");
   for (auto& [id, connection] : connections_) connection->incoming().drain();
-  regions_.erase(region.value);
+  if (const auto ended = regions_.extract(region.value); !ended.empty()) ended.mapped()->take_back();
   for (auto& [id, connection] : connections_) connection->outgoing().withdraw(region);
 }
 
