@@ -119,7 +119,7 @@ class Output(unittest.TestCase):
         self.assertRegex(text, r"pages in no order: \d+ runs of 2 x 4,096 B: copy kernel: ")
         self.assertIn("a request of 200 tokens", cli.fine("plan", *words, "--tokens", 200))
         one = self.words("mla", "cp=2:layers", "dcp=2", "--explain", "1:0", "--transport", "cuda")
-        self.assertIn("\n  1:0 latent\n", cli.fine("plan", *one))
+        self.assertIn("\n  1:0 latent, 1:0 draft\n", cli.fine("plan", *one))
 
     def test_the_picture_stands_by_itself(self):
         page = pathlib.Path(self.models.path("plan.html"))
