@@ -11,6 +11,7 @@
 #include "kvloom/tools/plan_measure.h"
 #include "kvloom/tools/print.h"
 #include "kvloom/tools/session_measure.h"
+#include "kvloom/tools/transport_words.h"
 #include "kvloom/tools/verb.h"
 
 namespace kvloom {
@@ -29,6 +30,7 @@ constexpr const char* kBenchExamples =
 struct BenchWords {
   std::string only;  // empty: all
   std::string transport = "shm";
+  CopyWords copies;
   std::int64_t repeats = 9;
   std::int64_t memory = std::int64_t{1} << 30;
   bool json = false;
@@ -92,7 +94,7 @@ Expected<std::vector<BenchRow>> copy_rows(int repeats, Bytes memory) {
 }
 
 Expected<ExitCode> bench_gpus(const BenchWords& words, const Context& context) {
-  const auto measured = measure_gpu_copies(words.memory, static_cast<int>(words.repeats));
+  const auto measured = measure_gpu_copies(words.memory, static_cast<int>(words.repeats), words.copies.limits);
   if (!measured) return tl::unexpected(measured.error());
   if (words.json) {
     nlohmann::json out = nlohmann::json::array();
@@ -105,12 +107,13 @@ Expected<ExitCode> bench_gpus(const BenchWords& words, const Context& context) {
                      {"ratio", row.ratio},
                      {"sms", row.sms}});
     out.push_back({{"name", "event to landed notice, one page"},
+                   {"copies", copies_json(words.copies.limits)},
                    {"p50_us", measured->latency_us_p50},
                    {"p99_us", measured->latency_us_p99}});
     fmt::print(context.out, "{}\n", out.dump(2));
     return kFine;
   }
-  fmt::print(context.out, "{}\n", measured->hardware);
+  fmt::print(context.out, "{}; {}\n", measured->hardware, copies_text(words.copies.limits));
   TextTable table({{"what", TextTable::Align::left}, {"pieces"}, {"GB/s"}, {"contiguous"}, {"ratio"}, {"SMs"}});
   for (const GpuCopyRow& row : measured->rows)
     table.add({row.name, fmt::format("{}", row.pieces), number_text(row.gb_per_s), number_text(row.contiguous_gb_per_s),
@@ -122,6 +125,7 @@ Expected<ExitCode> bench_gpus(const BenchWords& words, const Context& context) {
 }
 
 Expected<ExitCode> bench(const BenchWords& words, const Context& context) {
+  if (auto ok = check_copies(words.copies, words.transport); !ok) return tl::unexpected(ok.error());
   if (words.transport == "cuda") return bench_gpus(words, context);
   std::vector<BenchRow> rows;
   if (words.only.empty() || words.only == "plan") {
@@ -156,6 +160,7 @@ void add_bench(CLI::App& app, Context& context) {
       ->check(CLI::IsMember({"plan", "session", "copy"}));
   verb->add_option("--transport", words->transport, "shm: the CPU's tables; cuda: copies between GPUs (default: shm)")
       ->check(CLI::IsMember({"shm", "cuda"}));
+  add_copy_options(*verb, words->copies);
   add_count(*verb, "--repeats", words->repeats, "rounds of each measurement, of which the median counts", 1, 1000);
   add_bytes(*verb, "--memory", words->memory, "of each of the two buffers that copying goes between; more than the last cache");
   verb->add_flag("--json", words->json, "Print JSON");

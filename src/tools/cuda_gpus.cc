@@ -89,6 +89,8 @@ Expected<std::string> look_at_all(const cuda::Driver& driver, GpuLook& out) {
 
 }  // namespace
 
+Expected<std::string> explain_gpu_copy(const Run& run) { return cuda::explain(run); }
+
 GpuLook look_at_gpus() {
   GpuLook out;
   out.choices = gpu_choices();

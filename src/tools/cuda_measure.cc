@@ -26,15 +26,15 @@ double seconds_since(GpuClock::time_point begin) { return std::chrono::duration<
 // A source and a target that know each other, each polled by a thread of its own.
 class GpuPair {
  public:
-  static Expected<std::unique_ptr<GpuPair>> make(std::shared_ptr<const cuda::Driver> driver, int from, int to, int blocks,
-                                                 std::int64_t bytes) {
+  static Expected<std::unique_ptr<GpuPair>> make(std::shared_ptr<const cuda::Driver> driver, int from, int to,
+                                                 const cuda::CopyLimits& limits, std::int64_t bytes) {
     std::unique_ptr<GpuPair> out(new GpuPair);
     CudaOptions source, target;
     source.driver = target.driver = std::move(driver);
     source.device = from;
     target.device = to;
     target.listen = "*";
-    target.copies.blocks = blocks;
+    target.copies = limits;
     for (auto [options, transport] : {std::pair(&source, &out->source_), std::pair(&target, &out->target_)}) {
       auto made = CudaTransport::make(std::move(*options));
       if (!made) return tl::unexpected(made.error());
@@ -232,9 +232,9 @@ std::vector<Run> half_and_half(std::int64_t memory) {
   return out;
 }
 
-std::vector<GpuShape> gpu_shapes(std::int64_t memory) {
+std::vector<GpuShape> gpu_shapes(std::int64_t memory, int few) {
   return {{"36864 B pages at a constant step", constant_step(memory)},
-          {"36864 B pages in random order, 8 blocks", random_pages(memory, kGpuPage, 1, kGpuPage, kGpuPage)},
+          {fmt::format("36864 B pages in random order, {} blocks", few), random_pages(memory, kGpuPage, 1, kGpuPage, kGpuPage)},
           {"36864 B pages in random order, all SMs", random_pages(memory, kGpuPage, 1, kGpuPage, kGpuPage), true},
           {"656 B pieces (stripe 1)", random_pages(memory, 656, 16, 4 * 656, 656), true},
           {"576 B pieces (stripe 1)", random_pages(memory, 576, 16, 4 * 576, 576), true},
@@ -280,7 +280,7 @@ Expected<GpuCopyRow> measure_shape(GpuPair& pair, const GpuShape& shape, int blo
 
 }  // namespace
 
-Expected<GpuMeasurement> measure_gpu_copies(std::int64_t bytes, int repeats) {
+Expected<GpuMeasurement> measure_gpu_copies(std::int64_t bytes, int repeats, const cuda::CopyLimits& limits) {
   auto driver = cuda::Driver::load();
   if (!driver) return tl::unexpected(driver.error());
   int gpus = 0;
@@ -288,13 +288,15 @@ Expected<GpuMeasurement> measure_gpu_copies(std::int64_t bytes, int repeats) {
     return tl::unexpected(ok.error());
   if (gpus == 0) return fail(Code::unsupported, "no GPU is visible to this process (nvidia-smi; CUDA_VISIBLE_DEVICES)");
   const int to = gpus > 1 ? 1 : 0;
-  auto few = GpuPair::make(*driver, 0, to, 8, bytes);
+  auto few = GpuPair::make(*driver, 0, to, limits, bytes);
   if (!few) return tl::unexpected(few.error());
   const cuda::Gpu& gpu = (*few)->target().gpu();
   const int sms = gpu.multiprocessors();
   GpuMeasurement out;
   out.hardware = fmt::format("{}, GPU 0 to GPU {}{}", gpu.name(), to, to == 0 ? " (one GPU: nothing crosses NVLink)" : "");
-  auto all = GpuPair::make(*driver, 0, to, sms, bytes);
+  cuda::CopyLimits wide = limits;
+  wide.blocks = sms;
+  auto all = GpuPair::make(*driver, 0, to, wide, bytes);
   if (!all) return tl::unexpected(all.error());
   CUstream stream = nullptr, engine = nullptr;
   {
@@ -305,8 +307,8 @@ Expected<GpuMeasurement> measure_gpu_copies(std::int64_t bytes, int repeats) {
     if (auto ok = gpu.check(gpu.driver().cuStreamCreateWithPriority(&engine, CU_STREAM_NON_BLOCKING, 0), "a stream"); !ok)
       return tl::unexpected(ok.error());
   }
-  for (const GpuShape& shape : gpu_shapes(bytes)) {
-    auto row = measure_shape(shape.all_sms ? **all : **few, shape, shape.all_sms ? sms : 8, repeats, stream);
+  for (const GpuShape& shape : gpu_shapes(bytes, limits.blocks)) {
+    auto row = measure_shape(shape.all_sms ? **all : **few, shape, shape.all_sms ? sms : limits.blocks, repeats, stream);
     if (!row) return tl::unexpected(row.error());
     out.rows.push_back(std::move(*row));
   }

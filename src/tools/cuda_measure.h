@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvloom/base/error.h"
+#include "kvloom/transport/cuda/copy_limits.h"
 
 namespace kvloom {
 
@@ -26,7 +27,8 @@ struct GpuMeasurement {
          latency_us_p99 = 0;  // from an event of the engine's stream to the notice at the target, behind one page
 };
 
+// By `limits`; rows of all SMs take as many blocks as there are.
 // @error unsupported: no GPU, or a build without CUDA, with what to do; exhausted: less GPU memory than `bytes` on each side
-Expected<GpuMeasurement> measure_gpu_copies(std::int64_t bytes, int repeats);
+Expected<GpuMeasurement> measure_gpu_copies(std::int64_t bytes, int repeats, const cuda::CopyLimits& limits);
 
 }  // namespace kvloom

@@ -3,7 +3,7 @@
 
 namespace kvloom {
 
-Expected<GpuMeasurement> measure_gpu_copies(std::int64_t /*bytes*/, int /*repeats*/) {
+Expected<GpuMeasurement> measure_gpu_copies(std::int64_t /*bytes*/, int /*repeats*/, const cuda::CopyLimits& /*limits*/) {
   return tl::unexpected(cuda_is_built().error());
 }
 

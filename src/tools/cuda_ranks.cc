@@ -1,5 +1,6 @@
 #include "kvloom/tools/cuda_ranks.h"
 
+#include "kvloom/tools/cuda_rank_gpu.h"
 #include "kvloom/transport/cuda/cuda.h"
 #include "kvloom/transport/cuda/device_work.h"
 
@@ -29,6 +30,8 @@ class RankGpu final : public RankDevice {
     if (scratch_ != 0) gpu_->driver().cuMemFree(scratch_);
     if (checks_ != nullptr) gpu_->driver().cuModuleUnload(checks_);
   }
+
+  std::string name() const override { return fmt::format("GPU {}, {}", gpu_->ordinal(), gpu_->name()); }
 
   Expected<void> put(std::byte* to, std::span<const std::byte> from) override {
     const cuda::Current here = gpu_->current();
@@ -115,18 +118,13 @@ class RankGpu final : public RankDevice {
 Expected<void> cuda_is_built() { return {}; }
 
 Expected<RankTransport> open_cuda(const TransportWords& words, bool prefill, Rank rank) {
-  auto driver = cuda::Driver::load();
-  if (!driver) return tl::unexpected(driver.error());
-  int visible = 0;
-  if (auto ok = cuda::check(**driver, (*driver)->cuDeviceGetCount(&visible), "counting GPUs"); !ok)
-    return tl::unexpected(ok.error());
-  if (visible == 0) return fail(Code::unsupported, "no GPU is visible to this process (nvidia-smi; CUDA_VISIBLE_DEVICES)");
-  CudaOptions options;
-  options.device = gpu_of(words, prefill, rank, visible);
-  options.driver = *driver;
-  if (!prefill) options.listen = "*";
-  auto gpu = cuda::Gpu::open(std::move(*driver), options.device);
+  auto gpu = open_rank_gpu(words, prefill, rank);
   if (!gpu) return tl::unexpected(gpu.error());
+  CudaOptions options;
+  options.device = (*gpu)->ordinal();
+  options.driver = (*gpu)->driver_owner();
+  options.copies = words.copies.limits;
+  if (!prefill) options.listen = "*";
   auto device = RankGpu::make(std::move(*gpu));
   if (!device) return tl::unexpected(device.error());
   auto made = CudaTransport::make(std::move(options));

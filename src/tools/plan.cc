@@ -16,8 +16,10 @@
 #include "kvloom/tools/html.h"
 #include "kvloom/tools/job.h"
 #include "kvloom/tools/measure.h"
+#include "kvloom/tools/plan_copies.h"
 #include "kvloom/tools/print.h"
 #include "kvloom/tools/tables.h"
+#include "kvloom/tools/transport_words.h"
 #include "kvloom/tools/verb.h"
 
 namespace kvloom {
@@ -31,6 +33,7 @@ struct PlanWords {
   std::string html;     // a file
   std::string explain;  // "S:T", or empty for all paths
   CLI::Option* explain_option = nullptr;
+  std::string transport;  // whose ways of copying are explained; empty: none's
   bool text = false, json = false, runs = false, all = false;
 };
 
@@ -41,6 +44,7 @@ constexpr const char* kPlanExamples =
     "  kvloom plan --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4\n"
     "  kvloom plan --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --html plan.html\n"
     "  kvloom plan --model samples/llama-3.1-70b.json --prefill tp=8 --decode tp=2,page=16 --tokens 4096 --explain 3:0\n"
+    "  kvloom plan --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --explain --transport cuda\n"
     "  kvloom plan --model samples/glm-5.2.json --prefill tp=8 --decode dcp=4 --tokens 4096 --runs --tables random:7 > runs.tsv";
 
 // One plan and what was found out beside it.
@@ -261,15 +265,27 @@ Expected<std::pair<Rank, Rank>> parse_pair(const std::string& text, const Job& j
   return std::pair{Rank(source), Rank(target)};
 }
 
-Expected<void> print_reasons(std::FILE* out, const Planned& planned, const std::string& pair) {
-  if (!pair.empty()) {
-    const auto ranks = parse_pair(pair, planned.job);
-    if (!ranks) return tl::unexpected(ranks.error());
-    fmt::print(out, "{}\n", explain(planned.plan, ranks->first, ranks->second, planned.range()));
-    return {};
-  }
-  fmt::print(out, "{}\n", explain(planned.plan, planned.range()));
+constexpr std::int64_t kExplainedTokens = 16384;  // where no --tokens are said and the plan is for any length
+
+Expected<void> print_copies(std::FILE* out, const Planned& planned, const std::optional<std::pair<Rank, Rank>>& ranks) {
+  const std::int64_t tokens = planned.job.tokens.value_or(kExplainedTokens);
+  const auto text = explain_copies(planned.plan, tokens, planned.job.tokens ? planned.range() : TokenRange{0, tokens}, ranks);
+  if (!text) return tl::unexpected(text.error());
+  fmt::print(out, "{}", *text);
   return {};
+}
+
+Expected<void> print_reasons(std::FILE* out, const Planned& planned, const PlanWords& words) {
+  std::optional<std::pair<Rank, Rank>> ranks;
+  if (!words.explain.empty()) {
+    const auto parsed = parse_pair(words.explain, planned.job);
+    if (!parsed) return tl::unexpected(parsed.error());
+    ranks = *parsed;
+  }
+  fmt::print(
+      out, "{}\n",
+      ranks ? explain(planned.plan, ranks->first, ranks->second, planned.range()) : explain(planned.plan, planned.range()));
+  return words.transport == "cuda" ? print_copies(out, planned, ranks) : Expected<void>();
 }
 
 // ---- the verb ----
@@ -279,7 +295,7 @@ Expected<void> print_result(const Context& context, Planned& planned, const Plan
     fmt::print(context.out, "{}", to_string(planned.plan));
     return {};
   }
-  if (words.explain_option->count() > 0) return print_reasons(context.out, planned, words.explain);
+  if (words.explain_option->count() > 0) return print_reasons(context.out, planned, words);
   if (words.runs) {
     if (!planned.job.tokens) return fail(Code::invalid_argument, "--runs wants --tokens: runs belong to a request");
     const auto tables = make_tables(planned.plan, *planned.job.tokens, words.tables);
@@ -305,7 +321,19 @@ Expected<void> write_picture(const Context& context, Planned& planned, const Pla
   return {};
 }
 
+// Before anything is printed.
+Expected<void> check_explained(const PlanWords& words) {
+  if (words.transport.empty()) return {};
+  if (words.explain_option->count() == 0)
+    return fail(Code::invalid_argument,
+                "--transport wants --explain: a plan is the same for all transports, but not how it is copied");
+  TransportWords transport;
+  transport.name = words.transport;
+  return check_transport(transport);
+}
+
 Expected<ExitCode> plan(const Context& context, const PlanWords& words) {
+  if (auto ok = check_explained(words); !ok) return tl::unexpected(ok.error());
   auto planned = make_plan(words);
   if (!planned) return tl::unexpected(planned.error());
   if (auto ok = print_result(context, *planned, words); !ok) return tl::unexpected(ok.error());
@@ -331,6 +359,9 @@ void add_plan(CLI::App& app, Context& context) {
       verb->add_option("--explain", words->explain, "Say why: of the whole plan, or of one path S:T (source and target rank)")
           ->expected(0, 1)
           ->type_name("[S:T]");
+  verb->add_option("--transport", words->transport,
+                   "With --explain: also say how this transport would copy, pages in order and in no order (cuda)")
+      ->type_name("TRANSPORT");
   verb->add_flag("--all", words->all, "Print the whole table, however many paths there are");
   verb->add_option("--html", words->html, "Write a picture of the plan, one self-contained page")->type_name("FILE");
   for (CLI::Option* one : {json, text, runs})

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "kvloom/base/error.h"
 #include "kvloom/transport/device_work.h"
@@ -22,6 +23,7 @@ namespace kvloom {
 class RankDevice {
  public:
   virtual ~RankDevice() = default;
+  virtual std::string name() const = 0;  // "GPU 1, NVIDIA H200"
   // Both are done when they return. The outer address is the device's.  @error io: the device broke down
   virtual Expected<void> put(std::byte* to, std::span<const std::byte> from) = 0;
   virtual Expected<void> get(std::span<std::byte> to, const std::byte* from) = 0;

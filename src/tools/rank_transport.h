@@ -18,6 +18,8 @@ class RankTransport {
       : device_(std::move(device)), transport_(std::move(transport)) {}
 
   Transport& operator*() const { return *transport_; }
+  // Of the device; empty: the host's memory.
+  std::string where() const { return device_ != nullptr ? device_->name() : ""; }
 
   // Its region is zeroed.  @pre length > 0; the store goes before this    @error as Transport::allocate, RankStore::make
   Expected<RankStore> allocate(Bytes length) const;

@@ -1,7 +1,6 @@
 #include "kvloom/tools/request_pages.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "kvloom/tools/content.h"
 #include "kvloom/tools/rank_memory.h"
@@ -11,6 +10,26 @@ namespace kvloom {
 namespace {
 
 constexpr std::int64_t kTensorAlign = 4096;
+constexpr std::int64_t kMostAtOnce = 64 << 20;  // bytes that are checked or put by one call
+
+// Calls `take` with the index of the first page and the number of pages, for each stretch of pages that lie one behind the other.
+// @pre ascending
+template <class Take>
+Expected<void> by_stretches(std::span<const PageId> pages, std::int64_t page_bytes, Take take) {
+  const auto most = static_cast<std::size_t>(std::max<std::int64_t>(1, kMostAtOnce / page_bytes));
+  for (std::size_t first = 0, past = 0; first < pages.size(); first = past) {
+    past = first + 1;
+    while (past < pages.size() && past - first < most && pages[past].value == pages[past - 1].value + 1) ++past;
+    if (auto ok = take(first, past - first); !ok) return ok;
+  }
+  return {};
+}
+
+std::vector<PageId> sorted(std::span<const PageId> pages) {
+  std::vector<PageId> out(pages.begin(), pages.end());
+  std::sort(out.begin(), out.end());
+  return out;
+}
 
 }  // namespace
 
@@ -75,15 +94,23 @@ void RequestPages::canary_page(std::int32_t group, LayerId layer, PageId id) con
 }
 
 Expected<void> RequestPages::put_pages(const HeldTensor& held, std::span<const PageId> pages) const {
-  for (const PageId page : pages)
-    if (auto ok = store_.put(offset_of(held.first, held.second, page), page_bytes(held.first)); !ok) return ok;
-  return {};
+  const std::vector<PageId> ascending = sorted(pages);
+  const std::int64_t bytes = page_bytes(held.first);
+  return by_stretches(ascending, bytes, [&](std::size_t first, std::size_t count) {
+    return store_.put(offset_of(held.first, held.second, ascending[first]), static_cast<std::int64_t>(count) * bytes);
+  });
 }
 
-Expected<void> RequestPages::get_pages(const HeldTensor& held, std::span<const PageId> pages) const {
-  for (const PageId page : pages)
-    if (auto ok = store_.get(offset_of(held.first, held.second, page), page_bytes(held.first)); !ok) return ok;
-  return {};
+Expected<std::int64_t> RequestPages::count_wrong(const HeldTensor& held, std::span<const PageId> pages,
+                                                 std::span<const std::byte> expected) const {
+  std::int64_t wrong = 0;
+  const auto bytes = static_cast<std::size_t>(page_bytes(held.first));
+  auto ok = by_stretches(pages, page_bytes(held.first), [&](std::size_t first, std::size_t count) {
+    return store_.count_wrong(offset_of(held.first, held.second, pages[first]), expected.subspan(first * bytes, count * bytes))
+        .map([&](std::int64_t more) { wrong += more; });
+  });
+  if (!ok) return tl::unexpected(ok.error());
+  return wrong;
 }
 
 std::int64_t RequestPages::columns(std::size_t group, std::int64_t tokens, std::int64_t total) const {
@@ -149,44 +176,41 @@ Expected<std::int64_t> RequestPages::wrong_bytes(std::int64_t request, TokenRang
   const auto& tables = requests_.at(request);
   std::int64_t wrong = 0;
   std::vector<std::byte> expected;
-  std::vector<PageId> compact;
+  std::vector<PageId> compact;  // of each column: which of the ascending pages it has
   for (const auto& [held, place] : tensors_) {
     const auto g = static_cast<std::size_t>(held.first);
     const GroupSide& group = side_->groups()[g];
-    const auto stride = static_cast<std::size_t>(group.layout.page_stride());
-    const std::vector<PageId>& table = tables[g];
-    if (auto ok = get_pages(held, table); !ok) return tl::unexpected(ok.error());
-    expected.resize(table.size() * stride);
+    const std::vector<PageId> pages = sorted(tables[g]);
     compact.clear();
-    for (std::size_t column = 0; column < table.size(); ++column) {
-      canary(owner(), offset_of(held.first, held.second, table[column]), std::span(expected).subspan(column * stride, stride));
-      compact.emplace_back(static_cast<std::int64_t>(column));
-    }
+    for (const PageId page : tables[g]) compact.emplace_back(std::lower_bound(pages.begin(), pages.end(), page) - pages.begin());
+    canaries(held, pages, expected);
     const TokenRange want = kvloom::wanted(group, range);
     write_rows({&group, rank_, held.first, held.second, total, request}, compact, want.begin, want.end, expected);
-    for (std::size_t column = 0; column < table.size(); ++column) {
-      const auto got = page(held.first, held.second, table[column]);
-      const std::byte* right = expected.data() + column * stride;
-      if (std::memcmp(got.data(), right, stride) == 0) continue;
-      for (std::size_t i = 0; i < stride; ++i) wrong += got[i] != right[i];
-    }
+    const auto more = count_wrong(held, pages, expected);
+    if (!more) return more;
+    wrong += *more;
   }
   return wrong;
 }
 
 Expected<std::int64_t> RequestPages::wrong_free_bytes() const {
-  if (auto ok = store_.get_all(); !ok) return tl::unexpected(ok.error());
   std::int64_t wrong = 0;
   std::vector<std::byte> expected;
-  for (const auto& [held, place] : tensors_)
-    for (const PageId id : free_[static_cast<std::size_t>(held.first)]) {
-      const auto got = page(held.first, held.second, id);
-      expected.resize(got.size());
-      canary(owner(), offset_of(held.first, held.second, id), expected);
-      if (std::memcmp(got.data(), expected.data(), got.size()) == 0) continue;
-      for (std::size_t i = 0; i < got.size(); ++i) wrong += got[i] != expected[i];
-    }
+  for (const auto& [held, place] : tensors_) {
+    const std::vector<PageId> pages = sorted(free_[static_cast<std::size_t>(held.first)]);
+    canaries(held, pages, expected);
+    const auto more = count_wrong(held, pages, expected);
+    if (!more) return more;
+    wrong += *more;
+  }
   return wrong;
+}
+
+void RequestPages::canaries(const HeldTensor& held, std::span<const PageId> pages, std::vector<std::byte>& out) const {
+  const auto bytes = static_cast<std::size_t>(page_bytes(held.first));
+  out.resize(pages.size() * bytes);
+  for (std::size_t i = 0; i < pages.size(); ++i)
+    canary(owner(), offset_of(held.first, held.second, pages[i]), std::span(out).subspan(i * bytes, bytes));
 }
 
 std::int64_t RequestPages::taken() const {

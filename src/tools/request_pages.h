@@ -1,7 +1,7 @@
 // request_pages.h: the memory of one rank that serves many requests: a tensor a (group, layer) in one region, a pool of pages a group, the pages
 // of each request, and the right value of every byte.  Stage: tools.
 // What nobody was granted holds canaries, and so does what is free: a page is checked whole, wanted rows and all the rest.
-// Filled and checked in the view of a store (rank_store.h); what changes is put, what is checked is got before.
+// Filled in the view of a store (rank_store.h), and put from there; checked where the bytes lie: on a GPU by a kernel.
 // Thread: one.
 #pragma once
 
@@ -34,7 +34,7 @@ class RequestPages {
   // Pages that hold the first `tokens` tokens of a request of `total`, at least those that it has; the new ones come from the pools.
   // @error exhausted: a pool has not so many
   Expected<std::vector<CacheTable>> take(std::int64_t request, std::int64_t tokens, std::int64_t total);
-  // Canaries again, and back to the pools.  @error this and all below: as RankStore::put and get
+  // Canaries again, and back to the pools.  @error this and all below: as RankStore::put and count_wrong
   Expected<void> give_back(std::int64_t request);
   // What prefill computes: the rows of tokens [begin, end) of every group's `layer` that this rank holds.
   Expected<void> fill(std::int64_t request, LayerId layer, std::int64_t begin, std::int64_t end, std::int64_t total);
@@ -55,9 +55,13 @@ class RequestPages {
   std::span<std::byte> page(std::int32_t group, LayerId layer, PageId id) const;
   std::int64_t offset_of(std::int32_t group, LayerId layer, PageId id) const;
   void canary_page(std::int32_t group, LayerId layer, PageId id) const;
-  // Whole pages of one tensor, from the view to the region and back.
+  // Whole pages of one tensor, from the view to the region.
   Expected<void> put_pages(const HeldTensor& held, std::span<const PageId> pages) const;
-  Expected<void> get_pages(const HeldTensor& held, std::span<const PageId> pages) const;
+  // Bytes of these pages, in the region, that are not as expected.  @pre ascending; expected: [pages, page_bytes]
+  Expected<std::int64_t> count_wrong(const HeldTensor& held, std::span<const PageId> pages,
+                                     std::span<const std::byte> expected) const;
+  // What these pages hold while nobody has them: [pages, page_bytes].
+  void canaries(const HeldTensor& held, std::span<const PageId> pages, std::vector<std::byte>& out) const;
   std::int64_t page_bytes(std::int32_t group) const {
     return side_->groups()[static_cast<std::size_t>(group)].layout.page_stride();
   }

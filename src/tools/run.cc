@@ -27,6 +27,9 @@ constexpr const char* kRunExamples =
     "  kvloom run --model samples/qwen3-30b-a3b.json --prefill tp=1 --decode tp=1 --stream --tokens 8192 --chunk 2048 --requests "
     "16\n"
     "  kvloom run --model samples/glm-5.2.json --prefill cp=8:layers --decode dcp=4 --tokens 16384 --transport cuda\n"
+    "  kvloom run --model samples/qwen3-30b-a3b.json --prefill tp=1 --decode tp=1 --stream --tokens 16384 --transport cuda "
+    "--load "
+    "gemm\n"
     "\n"
     "Starts a process a rank. Prefill ranks fill their caches with bytes that depend on (layer, token, head, plane, byte) only "
     "and push them layer by\n"
@@ -47,6 +50,9 @@ struct RunWords {
   bool json = false;
   // With --stream:
   bool stream = false, busy = false;
+  LoadWords load;
+  CLI::Option* layer_time = nullptr;
+  std::int64_t rounds = 0;  // 0: not said
   std::int64_t requests = 1, at_once = 0, chunk = 0, layer_ns = 2'000'000, scale = 1, rate = 0;
   std::string trace, timeline;
   LogLevel log = LogLevel::error;
@@ -91,6 +97,8 @@ nlohmann::json report_json(const RunReport& report, const RunJob& job, const std
   if (job.transport.on_host()) {
     out["memcpy_gb_per_s"] = report.memcpy_gb_per_s;
     out["page_memcpy_gb_per_s"] = report.page_memcpy_gb_per_s;
+  } else {
+    out["copies"] = copies_json(job.transport.copies.limits);
   }
   return out;
 }
@@ -109,6 +117,7 @@ void print_report(std::FILE* out, const RunReport& report, const RunJob& job) {
     table.add({"memcpy, the same pages one by one", "", "", fmt::format("{:.2f}", report.page_memcpy_gb_per_s)});
   }
   table.print(out);
+  if (!job.transport.on_host()) fmt::print(out, "{}\n", copies_text(job.transport.copies.limits));
   if (report.naive_sent_bytes > 0 && report.sent_bytes > 0)
     fmt::print(out, "\nThe naive way sends {:.2f} x the bytes and takes {:.2f} x the time.\n",
                static_cast<double>(report.naive_sent_bytes) / static_cast<double>(report.sent_bytes),
@@ -143,7 +152,24 @@ Expected<std::vector<std::int64_t>> lengths(const RunWords& words) {
   return out;
 }
 
+constexpr std::int64_t kLoadRounds = 3;  // where a GPU computes: its clock drifts
+
+Expected<void> check_stream_words(const RunWords& words) {
+  if (!words.load.prefill_computes()) return {};
+  if (words.busy) return fail(Code::invalid_argument, "--busy is for --load sleep: with gemm a GPU computes");
+  if (words.layer_time->count() > 0)
+    return fail(Code::invalid_argument, "--layer-time is for --load sleep: with gemm a layer takes as long as its GPU does");
+  return {};
+}
+
+// "2 ms a layer of 2,048 tokens", "layers are matrix products on the GPU".
+std::string layer_words(const StreamJob& stream) {
+  if (stream.worker.load.prefill_computes()) return "layers are matrix products on the GPU";
+  return fmt::format("{} ms a layer of {} tokens", static_cast<double>(stream.layer_ns) * 1e-6, count_text(stream.layer_tokens));
+}
+
 Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
+  if (auto ok = check_stream_words(words); !ok) return tl::unexpected(ok.error());
   auto tokens = lengths(words);
   if (!tokens) return tl::unexpected(tokens.error());
   JobWords job_words = words.job;
@@ -158,18 +184,18 @@ Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
   stream.layer_ns = words.layer_ns;
   stream.layer_tokens = words.chunk > 0 ? words.chunk : kLayerTokens;
   stream.busy = words.busy;
+  stream.rounds = words.rounds > 0 ? words.rounds : words.load.any() ? kLoadRounds : 1;
   stream.worker.transport = words.transport;
+  stream.worker.load = words.load;
   stream.worker.seed = words.seed >= 0 ? static_cast<std::uint64_t>(words.seed) : std::random_device{}();
   stream.worker.pace.bytes_per_second = words.rate;
   stream.worker.log = words.log;
   stream.timeline = words.timeline;
   if (!words.json)
-    fmt::print(context.out,
-               "{} requests of {} to {} tokens; {} prefill and {} decode processes, over {}; {} ms a layer of {} tokens{}\n\n",
+    fmt::print(context.out, "{} requests of {} to {} tokens; {} prefill and {} decode processes, over {}; {}{}\n\n",
                stream.tokens.size(), count_text(*std::min_element(stream.tokens.begin(), stream.tokens.end())),
                count_text(job_words.tokens), stream.job.prefill->ranks(), stream.job.decode->ranks(), words.transport.name,
-               static_cast<double>(stream.layer_ns) * 1e-6, count_text(stream.layer_tokens),
-               stream.chunk > 0 ? fmt::format("; chunks of {}", count_text(stream.chunk)) : "");
+               layer_words(stream), stream.chunk > 0 ? fmt::format("; chunks of {}", count_text(stream.chunk)) : "");
   const auto report = run_stream(stream);
   if (!report) return tl::unexpected(report.error());
   if (words.json)
@@ -183,6 +209,7 @@ Expected<ExitCode> run_streamed(const RunWords& words, const Context& context) {
 
 Expected<ExitCode> run(const RunWords& words, const Context& context) {
   if (auto ok = check_transport(words.transport); !ok) return tl::unexpected(ok.error());
+  if (auto ok = check_load(words.load, words.transport, words.stream); !ok) return tl::unexpected(ok.error());
   if (words.stream) return run_streamed(words, context);
   if (words.naive.value_or(false) && !words.transport.on_host())
     return fail(Code::invalid_argument, "--naive moves host memory only: leave it out, or say --transport shm");
@@ -251,8 +278,10 @@ void add_run(CLI::App& app, Context& context) {
       "then the longest");
   add_count(*verb, "--scale", words->scale, "by which lengths of the trace are divided", 1, 1 << 20);
   add_count(*verb, "--chunk", words->chunk, "tokens of a chunk of prefill (default: a request is one)", 1, kMaxTokens);
-  add_duration(*verb, "--layer-time", words->layer_ns,
-               "of a layer of --chunk tokens, or of 2,048 where no chunk is said (default: 2ms)");
+  words->layer_time = add_duration(*verb, "--layer-time", words->layer_ns,
+                                   "of a layer of --chunk tokens, or of 2,048 where no chunk is said (default: 2ms)");
+  add_load_options(*verb, words->load);
+  add_count(*verb, "--rounds", words->rounds, "of prefill alone and with push, in turns (default: 1; 3 with gemm)", 1, 1000);
   verb->add_flag("--busy", words->busy, "Computing burns a core, instead of waiting as for an accelerator");
   add_bytes(*verb, "--rate", words->rate, "a second that each prefill rank may push (default: no limit)");
   add_log(*verb, words->log);

@@ -356,28 +356,29 @@ Expected<ExitCode> soak(const SoakWords& words, const Context& context) {
   if (!words.json)
     fmt::print(context.out, "{} to {} over {}, {} at once, seed {}\n", words.prefill, words.decode, words.transport.name,
                words.at_once, seed);
+  if (!words.json && !words.transport.on_host()) fmt::print(context.out, "{}\n", copies_text(words.transport.copies.limits));
   const auto report = Soak(words, seed, std::move(*tokens), context).run();
   if (context.err_is_terminal) fmt::print(context.err, "\r\x1b[K");
   if (!report) return tl::unexpected(report.error());
   if (words.json) {
-    fmt::print(context.out, "{}\n",
-               json{{"transport", words.transport.name},
-                    {"requests", words.requests},
-                    {"landed", report->landed},
-                    {"cancelled", report->cancelled},
-                    {"attempts", report->attempts},
-                    {"failed_attempts", report->failed},
-                    {"kills", report->kills},
-                    {"bytes", report->bytes},
-                    {"wrong_bytes", report->wrong_bytes},
-                    {"lost_pages", report->lost.pages},
-                    {"lost_descriptors", report->lost.descriptors},
-                    {"lost_requests", report->lost.requests},
-                    {"late_attempts", report->late},
-                    {"grown_bytes", report->grown_bytes},
-                    {"seconds", report->seconds},
-                    {"seed", seed}}
-                   .dump(2));
+    json out = {{"transport", words.transport.name},
+                {"requests", words.requests},
+                {"landed", report->landed},
+                {"cancelled", report->cancelled},
+                {"attempts", report->attempts},
+                {"failed_attempts", report->failed},
+                {"kills", report->kills},
+                {"bytes", report->bytes},
+                {"wrong_bytes", report->wrong_bytes},
+                {"lost_pages", report->lost.pages},
+                {"lost_descriptors", report->lost.descriptors},
+                {"lost_requests", report->lost.requests},
+                {"late_attempts", report->late},
+                {"grown_bytes", report->grown_bytes},
+                {"seconds", report->seconds},
+                {"seed", seed}};
+    if (!words.transport.on_host()) out["copies"] = copies_json(words.transport.copies.limits);
+    fmt::print(context.out, "{}\n", out.dump(2));
   } else {
     fmt::print(context.out,
                "{} landed, {} cancelled, {} ranks killed and started anew, {} attempts failed and were made again; {} moved; the "

@@ -3,15 +3,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <deque>
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "kvloom/plan/compile.h"
 #include "kvloom/session/trace.h"
 #include "kvloom/tools/cluster.h"
 #include "kvloom/tools/machine.h"
+#include "kvloom/tools/plan_measure.h"
 #include "kvloom/tools/print.h"
 #include "kvloom/tools/verb.h"
 
@@ -23,6 +24,7 @@ using nlohmann::json;
 constexpr std::int64_t kTimeMs = 600'000;
 constexpr std::int64_t kLeadNs = 100'000'000;  // from the word to begin until the first layer: all ranks have heard it
 constexpr std::chrono::minutes kStreamPatience{10};
+constexpr double kMs = 1e-6;  // of a nanosecond
 
 struct Chunk {
   std::size_t request;
@@ -56,6 +58,11 @@ struct Timed {
   std::int64_t wrong_bytes = 0, bytes = 0;
 };
 
+struct Pass {
+  std::vector<Timed> requests;  // [requests]
+  Samples layers, steps;        // of loads
+};
+
 class Stream {
  public:
   explicit Stream(const StreamJob& job) : job_(job), chunks_(chunks_of(job)) {}
@@ -63,16 +70,13 @@ class Stream {
   Expected<StreamReport> run() {
     if (auto ok = open(); !ok) return tl::unexpected(ok.error());
     if (const auto warm = pass("warm", 4); !warm) return tl::unexpected(warm.error());
-    const auto alone = pass("alone", 1);
-    if (!alone) return tl::unexpected(alone.error());
-    const auto one_shot = pass("one shot", 2);
-    if (!one_shot) return tl::unexpected(one_shot.error());
-    const auto posts_before = posts();
-    const auto stream = pass("stream", 3);
-    if (!stream) return tl::unexpected(stream.error());
-    StreamReport report = summed(*alone, *one_shot, *stream);
-    report.posts = posts() - posts_before;
+    for (std::int64_t round = 0; round < job_.rounds; ++round)
+      if (auto ok = one_round(round); !ok) return tl::unexpected(ok.error());
+    StreamReport report = summed();
+    report.posts = posts_;
     report.layers_times_chunks = layers_ * static_cast<std::int64_t>(chunks_.size());
+    report.step_bytes = step_bytes_;
+    if (auto ok = add_places(report); !ok) return tl::unexpected(ok.error());
     if (auto ok = write_timeline(); !ok) return tl::unexpected(ok.error());
     return report;
   }
@@ -102,6 +106,7 @@ class Stream {
     if (!made) return tl::unexpected(made.error());
     cluster_ = std::move(*made);
     layers_ = job_.job.shape.layers();
+    if (auto ok = open_loads(); !ok) return ok;
     json prepare = {{"do", "prepare"}, {"requests", json::array()}};
     for (std::size_t i = 0; i < job_.tokens.size(); ++i)
       prepare["requests"].push_back({{"request", request(i, 0).number}, {"total", job_.tokens[i]}});
@@ -132,13 +137,47 @@ class Stream {
     return out;
   }
 
-  // "warm": all is pushed once without taking time, so that connections stand and memory is mapped before anything is timed.
-  Expected<std::vector<Timed>> pass(const std::string& mode, std::uint64_t epoch) {
+  Expected<void> open_loads() {
+    const std::int64_t context = *std::max_element(job_.tokens.begin(), job_.tokens.end());
+    if (job_.worker.load.prefill_computes())
+      if (auto ok = cluster_->workers.ask_all(cluster_->prefill, {{"do", "load"}, {"context", context}}, kStreamPatience); !ok)
+        return tl::unexpected(ok.error());
+    if (!job_.worker.load.decode_computes()) return {};
+    const auto opened = cluster_->workers.ask_all(cluster_->decode, {{"do", "load"}, {"what", "open"}}, kStreamPatience);
+    if (!opened) return tl::unexpected(opened.error());
+    step_bytes_ = opened->front()["step_bytes"];
+    return {};
+  }
+
+  // Alone and streamed, in turns which comes first: what drifts (a GPU's clock, its heat) meets both.
+  Expected<void> one_round(std::int64_t round) {
+    const auto epoch = static_cast<std::uint64_t>(round) * 10;
+    const auto play = [&](const std::string& mode, std::uint64_t number, std::vector<Pass>& to) -> Expected<void> {
+      auto played = pass(mode, epoch + number);
+      if (!played) return tl::unexpected(played.error());
+      to.push_back(std::move(*played));
+      return {};
+    };
+    const bool stream_first = round % 2 == 1;
+    if (!stream_first)
+      if (auto ok = play("alone", 1, alone_); !ok) return ok;
+    if (round == 0)
+      if (auto ok = play("one shot", 2, one_shot_); !ok) return ok;
+    const auto posts_before = posts();
+    if (auto ok = play("stream", 3, stream_); !ok) return ok;
+    if (round == 0) posts_ = posts() - posts_before;
+    return stream_first ? play("alone", 1, alone_) : Expected<void>();
+  }
+
+  // "warm": all is pushed once without taking time but a load's, so that connections stand, memory is mapped and kernels are loaded before
+  // anything is timed.
+  Expected<Pass> pass(const std::string& mode, std::uint64_t epoch) {
     const bool pushed = mode != "alone", warm = mode == "warm";
     for (std::size_t i = 0; pushed && i < job_.tokens.size(); ++i) {
       if (auto ok = cluster_->offer(request(i, epoch), true); !ok) return tl::unexpected(ok.error());
       if (auto ok = cluster_->begin(request(i, epoch), true); !ok) return tl::unexpected(ok.error());
     }
+    if (auto ok = tell_decode_loads("start"); !ok) return tl::unexpected(ok.error());
     const json play = {{"do", "play"},
                        {"mode", warm ? "one shot" : mode},
                        {"layer_ns", warm ? 0 : job_.layer_ns},
@@ -148,11 +187,25 @@ class Stream {
                        {"begin_at", now_ns() + kLeadNs}};
     const auto answers = cluster_->workers.ask_all(cluster_->prefill, play, kStreamPatience);
     if (!answers) return tl::unexpected(answers.error());
-    std::vector<Timed> out(job_.tokens.size());
-    for (const json& answer : *answers) note(answer["times"], out);
+    Pass out;
+    out.requests.resize(job_.tokens.size());
+    for (const json& answer : *answers) {
+      note(answer["times"], out.requests);
+      if (answer.contains("layer_ms")) out.layers.add(answer["layer_ms"]);
+    }
     for (std::size_t i = 0; pushed && i < job_.tokens.size(); ++i)
-      if (auto ok = finish(request(i, epoch), out[i]); !ok) return tl::unexpected(ok.error());
+      if (auto ok = landed(request(i, epoch), out.requests[i]); !ok) return tl::unexpected(ok.error());
+    const auto stopped = tell_decode_loads("stop");
+    if (!stopped) return tl::unexpected(stopped.error());
+    for (const json& answer : *stopped) out.steps.add(answer["step_ms"]);
+    for (std::size_t i = 0; pushed && i < job_.tokens.size(); ++i)
+      if (auto ok = check(request(i, epoch), out.requests[i]); !ok) return tl::unexpected(ok.error());
     return out;
+  }
+
+  Expected<std::vector<json>> tell_decode_loads(const char* what) {
+    if (!job_.worker.load.decode_computes()) return std::vector<json>();
+    return cluster_->workers.ask_all(cluster_->decode, {{"do", "load"}, {"what", what}}, kStreamPatience);
   }
 
   // The last rank to begin and to end counts: they work together.
@@ -166,7 +219,7 @@ class Stream {
     }
   }
 
-  Expected<void> finish(const ServedRequest& request, Timed& timed) {
+  Expected<void> landed(const ServedRequest& request, Timed& timed) {
     if (!cluster_->listen_until([&] { return cluster_->result(request).over(); }, kStreamPatience))
       return fail(Code::deadline, "{} is not over", request.name);
     const ServedResult& result = cluster_->result(request);
@@ -175,6 +228,10 @@ class Stream {
         if (!why.empty()) return fail(Code::unavailable, "{}: {}: {}", request.name, cluster_->workers.spec(worker).name(), why);
     timed.landed = result.landed_at;
     timed.bytes = result.bytes;
+    return {};
+  }
+
+  Expected<void> check(const ServedRequest& request, Timed& timed) {
     for (const WorkerId worker : cluster_->decode) {
       const auto checked = cluster_->workers.ask(worker, request.command("check"), kStreamPatience);
       if (!checked) return tl::unexpected(checked.error());
@@ -193,43 +250,83 @@ class Stream {
     return at == std::string::npos ? 0 : std::stoll(text.substr(text.find("} ", at) + 2));
   }
 
-  StreamReport summed(const std::vector<Timed>& alone, const std::vector<Timed>& one_shot,
-                      const std::vector<Timed>& stream) const {
-    constexpr double kMs = 1e-6;
+  static double took(const Timed& t) { return static_cast<double>(t.ended - t.begun) * kMs; }
+  static double tail(const Timed& t) { return std::max(0.0, static_cast<double>(t.landed - t.ended) * kMs); }
+  static double until_landed(const Timed& t) { return static_cast<double>(t.landed - t.begun) * kMs; }
+
+  // Of one request in all rounds.
+  static std::vector<double> of(const std::vector<Pass>& passes, std::size_t request, double (*what)(const Timed&)) {
+    std::vector<double> out;
+    for (const Pass& pass : passes) out.push_back(what(pass.requests[request]));
+    return out;
+  }
+
+  StreamRequest summed_request(std::size_t i) const {
+    StreamRequest out;
+    out.id = static_cast<std::int64_t>(i);
+    out.tokens = job_.tokens[i];
+    out.bytes = stream_.front().requests[i].bytes;
+    out.prefill_alone_ms = median(of(alone_, i, took));
+    out.prefill_ms = median(of(stream_, i, took));
+    out.landed_ms = median(of(stream_, i, until_landed));
+    const std::vector<double> tails = of(stream_, i, tail);
+    out.exposed_tail_ms = *std::max_element(tails.begin(), tails.end());
+    out.one_shot_prefill_ms = took(one_shot_.front().requests[i]);
+    out.one_shot_tail_ms = tail(one_shot_.front().requests[i]);
+    out.wrong_bytes = one_shot_.front().requests[i].wrong_bytes;
+    for (const Pass& pass : stream_) out.wrong_bytes += pass.requests[i].wrong_bytes;
+    return out;
+  }
+
+  StreamReport summed() const {
     StreamReport out;
     std::vector<double> tails, one_shot_tails, against;
-    double rate = 0, with = 0, without = 0;
-    for (std::size_t i = 0; i < stream.size(); ++i) {
-      const auto took = [&](const Timed& t) { return static_cast<double>(t.ended - t.begun) * kMs; };
-      const auto tail = [&](const Timed& t) { return std::max(0.0, static_cast<double>(t.landed - t.ended) * kMs); };
-      StreamRequest request;
-      request.id = static_cast<std::int64_t>(i);
-      request.tokens = job_.tokens[i];
-      request.bytes = stream[i].bytes;
-      request.prefill_alone_ms = took(alone[i]);
-      request.prefill_ms = took(stream[i]);
-      request.landed_ms = static_cast<double>(stream[i].landed - stream[i].begun) * kMs;
-      request.exposed_tail_ms = tail(stream[i]);
-      request.one_shot_prefill_ms = took(one_shot[i]);
-      request.one_shot_tail_ms = tail(one_shot[i]);
-      request.wrong_bytes = stream[i].wrong_bytes + one_shot[i].wrong_bytes;
+    double rate = 0, most = 0;
+    for (std::size_t i = 0; i < job_.tokens.size(); ++i) {
+      const StreamRequest& request = out.requests.emplace_back(summed_request(i));
       out.wrong_bytes += request.wrong_bytes;
-      tails.push_back(request.exposed_tail_ms);
+      for (const double each : of(stream_, i, tail)) tails.push_back(each);
       one_shot_tails.push_back(request.one_shot_tail_ms);
       if (request.one_shot_tail_ms > 0) rate = std::max(rate, static_cast<double>(request.bytes) / request.one_shot_tail_ms);
       against.push_back(request.landed_ms / std::max(1e-6, request.one_shot_prefill_ms + request.one_shot_tail_ms));
-      with += request.prefill_ms;
-      without += request.prefill_alone_ms;
-      out.requests.push_back(request);
+      most = std::max(most, static_cast<double>(request.bytes));
     }
     out.exposed_tail = quantiles(tails);
     out.one_shot_tail = quantiles(one_shot_tails);
     out.against_one_shot = quantiles(against).p50;
-    out.prefill_slowed = without > 0 ? with / without : 1;
-    double most = 0;
-    for (const StreamRequest& request : out.requests) most = std::max(most, static_cast<double>(request.bytes));
     if (rate > 0 && layers_ > 0) out.layer_wire_ms = most / static_cast<double>(layers_) / rate;
+    add_slowed(out);
     return out;
+  }
+
+  void add_slowed(StreamReport& out) const {
+    for (std::size_t round = 0; round < stream_.size(); ++round) {
+      double with = 0, without = 0;
+      for (std::size_t i = 0; i < job_.tokens.size(); ++i) {
+        with += took(stream_[round].requests[i]);
+        without += took(alone_[round].requests[i]);
+      }
+      out.prefill_slowed_rounds.push_back(without > 0 ? with / without : 1);
+    }
+    out.prefill_slowed = median(out.prefill_slowed_rounds);
+    for (const auto& [passes, layers, steps] : {std::tuple(&alone_, &out.layers.alone, &out.steps.alone),
+                                                std::tuple(&one_shot_, &out.layers.one_shot, &out.steps.one_shot),
+                                                std::tuple(&stream_, &out.layers.stream, &out.steps.stream)})
+      for (const Pass& pass : *passes) {
+        layers->add(pass.layers);
+        steps->add(pass.steps);
+      }
+  }
+
+  Expected<void> add_places(StreamReport& out) {
+    for (const auto& [workers, places] :
+         {std::pair(&cluster_->prefill, &out.prefill_places), std::pair(&cluster_->decode, &out.decode_places)}) {
+      const auto answers = cluster_->workers.ask_all(*workers, {{"do", "where"}});
+      if (!answers) return tl::unexpected(answers.error());
+      for (const json& answer : *answers)
+        if (const std::string where = answer["where"]; !where.empty()) places->push_back(where);
+    }
+    return {};
   }
 
   Expected<void> write_timeline() {
@@ -253,82 +350,12 @@ class Stream {
   std::vector<Chunk> chunks_;
   std::unique_ptr<WorkerCluster> cluster_;
   std::int32_t layers_ = 0;
+  std::int64_t posts_ = 0, step_bytes_ = 0;
+  std::vector<Pass> alone_, one_shot_, stream_;  // [rounds], [1], [rounds]
 };
-
-json quantiles_json(const Quantiles& q) { return {{"p50", q.p50}, {"p99", q.p99}, {"max", q.max}}; }
 
 }  // namespace
 
-Quantiles quantiles(std::vector<double> values) {
-  if (values.empty()) return {};
-  std::sort(values.begin(), values.end());
-  const auto at = [&](double part) {
-    const auto index = static_cast<std::size_t>(std::ceil(part * static_cast<double>(values.size())));
-    return values[std::clamp<std::size_t>(index, 1, values.size()) - 1];
-  };
-  return {at(0.5), at(0.99), values.back()};
-}
-
 Expected<StreamReport> run_stream(const StreamJob& job) { return Stream(job).run(); }
-
-json stream_json(const StreamReport& report, const StreamJob& job) {
-  json requests = json::array();
-  for (const StreamRequest& r : report.requests)
-    requests.push_back({{"id", r.id},
-                        {"tokens", r.tokens},
-                        {"bytes", r.bytes},
-                        {"prefill_alone_ms", r.prefill_alone_ms},
-                        {"prefill_ms", r.prefill_ms},
-                        {"landed_ms", r.landed_ms},
-                        {"exposed_tail_ms", r.exposed_tail_ms},
-                        {"one_shot_prefill_ms", r.one_shot_prefill_ms},
-                        {"one_shot_tail_ms", r.one_shot_tail_ms},
-                        {"wrong_bytes", r.wrong_bytes}});
-  return {{"transport", job.worker.transport.name},
-          {"requests", requests},
-          {"exposed_tail_ms", quantiles_json(report.exposed_tail)},
-          {"one_shot_tail_ms", quantiles_json(report.one_shot_tail)},
-          {"layer_wire_ms", report.layer_wire_ms},
-          {"prefill_slowed", report.prefill_slowed},
-          {"against_one_shot", report.against_one_shot},
-          {"wrong_bytes", report.wrong_bytes},
-          {"posts", report.posts},
-          {"layers_times_chunks", report.layers_times_chunks},
-          {"chunk", job.chunk},
-          {"layer_ms", static_cast<double>(job.layer_ns) * 1e-6},
-          {"busy", job.busy}};
-}
-
-void print_stream(std::FILE* out, const StreamReport& report, const StreamJob& job) {
-  constexpr std::size_t kMost = 32;  // that are printed
-  TextTable table({{"request"},
-                   {"tokens"},
-                   {"prefill alone, ms"},
-                   {"with push, ms"},
-                   {"landed after, ms"},
-                   {"exposed tail, ms"},
-                   {"one shot: tail, ms"}});
-  for (std::size_t i = 0; i < std::min(kMost, report.requests.size()); ++i) {
-    const StreamRequest& r = report.requests[i];
-    table.add({fmt::format("{}", r.id), count_text(r.tokens), fmt::format("{:.1f}", r.prefill_alone_ms),
-               fmt::format("{:.1f}", r.prefill_ms), fmt::format("{:.1f}", r.landed_ms), fmt::format("{:.2f}", r.exposed_tail_ms),
-               fmt::format("{:.2f}", r.one_shot_tail_ms)});
-  }
-  table.print(out);
-  if (report.requests.size() > kMost) fmt::print(out, "... and {} more\n", report.requests.size() - kMost);
-  const auto line = [&](const char* name, const Quantiles& q) {
-    fmt::print(out, "{}: p50 {:.2f} ms, p99 {:.2f} ms, max {:.2f} ms\n", name, q.p50, q.p99, q.max);
-  };
-  fmt::print(out, "\n");
-  line("exposed tail, streamed", report.exposed_tail);
-  line("exposed tail, one shot", report.one_shot_tail);
-  fmt::print(out, "one layer of the longest request is {:.2f} ms on the wire\n", report.layer_wire_ms);
-  fmt::print(out, "prefill with push takes {:.4f} x its time alone; computing {}\n", report.prefill_slowed,
-             job.busy ? "burns a core" : "waits as for an accelerator");
-  fmt::print(out, "from begin to landed: {:.3f} x one shot, in the median\n", report.against_one_shot);
-  fmt::print(out, "{} posts of the first prefill rank, for {} layers x chunks\n", count_text(report.posts),
-             count_text(report.layers_times_chunks));
-  fmt::print(out, "{} wrong bytes, of both ways\n", count_text(report.wrong_bytes));
-}
 
 }  // namespace kvloom

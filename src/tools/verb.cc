@@ -44,8 +44,6 @@ CLI::App* add_verb(CLI::App& app, Context& context, const std::string& name, con
 
 // ---- numbers ----
 
-namespace {
-
 Expected<std::int64_t> parse_count(const std::string& text, std::int64_t least, std::int64_t most) {
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -57,6 +55,8 @@ Expected<std::int64_t> parse_count(const std::string& text, std::int64_t least, 
   if (value > most) return fail(Code::invalid_argument, "{} is too large: at most {}", value, most);
   return value;
 }
+
+namespace {
 
 struct Unit {
   std::string_view name;

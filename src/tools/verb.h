@@ -54,6 +54,9 @@ CLI::Option* add_count(CLI::App& verb, const std::string& names, std::int64_t& v
 // "--memory 80GiB": bytes, with an optional unit: B, kB, KiB, MB, MiB, GB, GiB, TB, TiB.
 CLI::Option* add_bytes(CLI::App& verb, const std::string& names, std::int64_t& value, const std::string& what);
 
+// A whole number in [least, most].  @error parse, overflow, invalid_argument; the sentence has the text
+Expected<std::int64_t> parse_count(const std::string& text, std::int64_t least, std::int64_t most);
+
 // 12, 80GiB, 1.5GB.  @error parse, overflow; the sentence has the text
 Expected<std::int64_t> parse_bytes(const std::string& text);
 

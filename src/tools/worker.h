@@ -3,10 +3,10 @@
 //   command {"do": WORD, ...}  is answered by {"say": "done", "do": WORD, ...} or {"say": "refused", "do": WORD, "why": ...}
 //   what happens by itself comes as {"say": "ended" | "layer" | "released" | "checked", "key", "epoch", ...}
 // Prefill: offer {key, epoch, request, total, time_ms, hold}, compute {key, epoch, request, total, begin, end [, layers, layer_ns, busy]},
-//   play {steps, layer_ns, busy, mode}, cancel {key, epoch, why}, prepare {requests}.
-// Decode: begin {key, epoch, request, total, prefix, time_ms, sources, hold, layers}, check {key, epoch}, cancel.
-// Both: state, metrics, trace, quit.
-// Threads: one that obeys and computes, one of the session, and the transport's copy helpers.
+//   play {steps, layers, layer_ns, busy, mode, begin_at}, cancel {key, epoch, why}, prepare {requests}, load {context}.
+// Decode: begin {key, epoch, request, total, prefix, time_ms, sources, hold, layers}, check {key, epoch}, cancel, load {what}.
+// Both: state, where, metrics, trace, quit.
+// Threads: one that obeys and computes, one of the session, one of a decode rank's load, and the transport's copy helpers.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,7 @@
 #include "kvloom/session/log.h"
 #include "kvloom/session/pacer.h"
 #include "kvloom/session/session.h"
+#include "kvloom/tools/load_words.h"
 #include "kvloom/tools/run_control.h"
 #include "kvloom/tools/transport_words.h"
 
@@ -34,6 +35,7 @@ struct WorkerSpec {
   std::chrono::nanoseconds heartbeat = std::chrono::milliseconds(250), silence = std::chrono::seconds(1);
   PaceLimits pace;
   TransportWords transport;
+  LoadWords load;
   bool trace = false;
   LogLevel log = LogLevel::error;
 

@@ -129,14 +129,45 @@ class BadInput(unittest.TestCase):
                     self.refused([*verb, "--transport", "cuda", "--decode-gpus=" + gpus], "--decode-gpus")
                 self.refused([*verb, "--transport", "cuda", "--decode-gpus", "0,x"], "--decode-gpus: '0,x' is no list of GPUs: write 0, or 0,1")
 
+    def test_copies(self):
+        for verb in (self.moves(), self.moves("--stream"), ["soak"], ["bench"]):
+            with self.subTest(verb[0]):
+                self.refused([*verb, "--copy-blocks", 4], "--copy-blocks is for --transport cuda; this is shm")
+                self.refused([*verb, "--copy-in-flight", "64MiB"], "--copy-in-flight is for --transport cuda; this is shm")
+                self.refused([*verb, "--copy-priority", "0"], "--copy-priority is for --transport cuda; this is shm")
+        cuda = self.moves("--transport", "cuda")
+        self.refused([*cuda, "--copy-blocks", 0], "--copy-blocks: 0 is too small: it must be 1 or more")
+        self.refused([*cuda, "--copy-blocks", 1025], "--copy-blocks: 1025 is too large: at most 1024")
+        self.refused([*cuda, "--copy-blocks", "many"], "--copy-blocks: 'many' is not a whole number")
+        self.refused([*cuda, "--copy-priority", "99999"], "--copy-priority: 99999 is too large: at most 1000")
+        self.refused([*cuda, "--copy-in-flight", "1KiB"], "--copy-in-flight: 1KiB is not in 1.00 MiB..64.0 GiB")
+        self.refused([*cuda, "--copy-in-flight", "1TiB"], "--copy-in-flight: 1TiB is not in 1.00 MiB..64.0 GiB")
+
+    def test_copies_of_a_plan(self):
+        self.refused(self.plan("tp=1", "tp=1", "--transport", "cuda"), "--transport wants --explain")
+        self.refused(self.plan("tp=1", "tp=1", "--explain", "--transport", "nonsense"), "'nonsense' is not known here: shm or cuda")
+
+    def test_loads(self):
+        gemm = ["--load", "gemm"]
+        self.refused(self.moves(*gemm), "--load gemm is for run --stream")
+        self.refused(self.moves("--stream", *gemm), "--load gemm is for --transport cuda; this is shm")
+        self.refused(self.moves("--stream", "--decode-load", "gemm"), "--decode-load gemm is for --transport cuda; this is shm")
+        self.refused(self.moves("--stream", "--cublas", "/nowhere"), "--cublas is for --load gemm and --decode-load gemm")
+        self.refused(self.moves("--stream", "--load", "fft"), "--load")
+        self.refused(self.moves("--stream", "--rounds", 0), "--rounds: 0 is too small")
+
     def test_cuda_where_it_is_not_built_or_has_no_gpu(self):
         cuda = json.loads(cli.run("doctor", "--json")[1])["cuda"]
         if "built without CUDA" in cuda["why"]:
             for verb in (self.moves(), self.moves("--stream"), ["soak"]):
                 self.refused([*verb, "--transport", "cuda"],
                              "--transport cuda: this kvloom was built without CUDA: configure with -DKVLOOM_CUDA=ON")
+            self.refused(self.plan("tp=1", "tp=1", "--explain", "--transport", "cuda"), "--transport cuda: this kvloom was built without CUDA")
             return
         self.refused(self.moves("--transport", "cuda", "--naive"), "--naive moves host memory only")
+        gemm = self.moves("--stream", "--transport", "cuda", "--load", "gemm")
+        self.refused([*gemm, "--busy"], "--busy is for --load sleep")
+        self.refused([*gemm, "--layer-time", "2ms"], "--layer-time is for --load sleep")
         if not cuda["works"]:
             self.refused(self.moves("--transport", "cuda"), " rank 0: ", code=1)
         else:

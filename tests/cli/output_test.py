@@ -108,6 +108,19 @@ class Output(unittest.TestCase):
         self.assertIn("prefill", cli.fine("plan", *words, "--explain", "1:0"))
         self.assertGreater(len(cli.fine("plan", *words, "--explain", "--tokens", 200)), 40)
 
+    def test_explain_says_how_a_gpu_would_copy(self):
+        if "built without CUDA" in json.loads(cli.fine("doctor", "--json"))["cuda"]["why"]:
+            return  # refused there: bad_input_test
+        words = self.words("mla", "cp=2:layers", "dcp=2", "--explain", "--transport", "cuda")
+        text = cli.fine("plan", *words)
+        self.assertIn("By cuda, a layer of a request of 16,384 tokens, each run alone:\n", text)
+        self.assertIn("0:0 latent, 0:1 latent", text)
+        self.assertIn("pages in order: 1 run of 128 x 4,096 B: copy kernel: 2.5 us beside 4.4 us by the copy engine\n", text)
+        self.assertRegex(text, r"pages in no order: \d+ runs of 2 x 4,096 B: copy kernel: ")
+        self.assertIn("a request of 200 tokens", cli.fine("plan", *words, "--tokens", 200))
+        one = self.words("mla", "cp=2:layers", "dcp=2", "--explain", "1:0", "--transport", "cuda")
+        self.assertIn("\n  1:0 latent, 1:0 draft\n", cli.fine("plan", *one))
+
     def test_the_picture_stands_by_itself(self):
         page = pathlib.Path(self.models.path("plan.html"))
         cli.fine("plan", *self.words("dsa", "cp=4:layers", "dcp=2", "--tokens", 500, "--html", page))

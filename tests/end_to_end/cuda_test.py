@@ -68,6 +68,27 @@ class Bytes(unittest.TestCase):
         self.assertEqual(len(report["requests"]), 4)
         self.assertTrue(all(request["bytes"] > 0 for request in report["requests"]))
 
+    def test_streamed_beside_a_load(self):
+        done, report = kvloom(*job("qwen3-0.6b", "tp=1", "tp=1", 512), "--stream", "--chunk", 256, "--load", "gemm", "--decode-load", "gemm", "--rounds", 2)
+        if "no cuBLAS" in done.stderr:
+            self.assertIn("--cublas PATH", done.stderr)
+            return
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(report["wrong_bytes"], 0)
+        self.assertEqual(len(report["prefill_slowed_rounds"]), 2)
+        layers = report["layer_compute_ms"]
+        self.assertEqual((layers["alone"]["count"], layers["with_push"]["count"], layers["one_shot"]["count"]), (2 * 2 * 28, 2 * 2 * 28, 2 * 28))
+        self.assertGreater(layers["alone"]["mean"], 0)
+        self.assertGreater(report["decode_step_ms"]["with_push"]["count"], 0)
+        self.assertGreater(report["decode_step_bytes"], 1 << 30)
+        self.assertEqual(report["shares_gpu"], report["prefill_gpus"] == report["decode_gpus"])
+
+    def test_a_cublas_that_is_none(self):
+        done, _ = kvloom(*job("qwen3-0.6b", "tp=1", "tp=1", 64), "--stream", "--load", "gemm", "--cublas", "/nowhere/libcublas.so.13")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--cublas /nowhere/libcublas.so.13: ", done.stderr)
+        self.assertIn("say the file libcublas.so.13", done.stderr)
+
     def test_ranks_that_die_under_load(self):
         done, report = kvloom("soak", "--transport", "cuda", "--requests", 120, "--kill-every", 40, "--seed", 7)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)

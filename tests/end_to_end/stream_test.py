@@ -59,6 +59,14 @@ class Streams(unittest.TestCase):
     def test_computing_may_burn_a_core(self):
         self.check("qwen3-0.6b", "tp=1", "tp=1", "--tokens", "64", "--busy", "--rate", "100MB", requests=2)
 
+    def test_rounds_take_turns_and_every_one_is_checked(self):
+        report = self.check("qwen3-0.6b", "tp=1", "tp=1", "--tokens", "128", "--rounds", "3", requests=2)
+        self.assertEqual(report["rounds"], 3)
+        self.assertEqual(len(report["prefill_slowed_rounds"]), 3)
+        self.assertEqual(report["prefill_slowed"], sorted(report["prefill_slowed_rounds"])[1])
+        self.assertEqual((report["load"], report["decode_load"]), ("sleep", "none"))
+        self.assertNotIn("layer_compute_ms", report)
+
     def test_the_timeline_shows_layers_that_land_before_later_chunks_are_computed(self):
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "timeline.json")

@@ -10,7 +10,9 @@
 
 #include "kvloom/tools/cuda_ranks.h"
 #include "kvloom/tools/rank_transport.h"
+#include "kvloom/tools/request_pages.h"
 #include "kvloom/transport/shm/shm.h"
+#include "tests/shapes/shapes.h"
 
 namespace kvloom {
 namespace {
@@ -21,6 +23,7 @@ using testing::HasSubstr;
 class CountedDevice final : public RankDevice {
  public:
   explicit CountedDevice(int good) : good_(good) {}
+  std::string name() const override { return "a device that counts"; }
   Expected<void> put(std::byte* to, std::span<const std::byte> from) override { return copy(to, from.data(), from.size()); }
   Expected<void> get(std::span<std::byte> to, const std::byte* from) override { return copy(to.data(), from, to.size()); }
   Expected<std::int64_t> count_wrong(const std::byte* there, std::span<const std::byte> expected) override {
@@ -106,6 +109,51 @@ TEST(RankStore, SaysWhenItsDeviceBrokeDown) {
   const auto store = transport.allocate(Bytes(kLength)).value();
   EXPECT_EQ(store.put_all().error().message, "the device broke down");
 }
+
+// ---- pages of requests ----
+
+// Knows the region of the store that it was first told to put: all of it.
+class SeenDevice final : public RankDevice {
+ public:
+  std::string name() const override { return "a device that remembers"; }
+  Expected<void> put(std::byte* to, std::span<const std::byte> from) override {
+    if (region.empty()) region = {to, from.size()};
+    std::memcpy(to, from.data(), from.size());
+    return {};
+  }
+  Expected<void> get(std::span<std::byte>, const std::byte*) override { return fail(Code::io, "nobody should need this"); }
+  Expected<std::int64_t> count_wrong(const std::byte* there, std::span<const std::byte> expected) override {
+    ++checks;
+    return std::inner_product(expected.begin(), expected.end(), there, std::int64_t{0}, std::plus<>(),
+                              [](std::byte right, std::byte got) { return std::int64_t{right != got}; });
+  }
+  Expected<std::shared_ptr<DeviceWork>> computed() override { return nullptr; }
+
+  std::span<std::byte> region;
+  int checks = 0;
+};
+
+TEST(RequestPages, AreCheckedWhereTheyLieEveryByteOfThem) {
+  constexpr std::int64_t kPages = 9, kPageTokens = 4, kTokens = 10, kHeads = 2, kLayers = 3, kRow = 4;  // k and v of 2 B
+  const auto side = std::make_shared<const Side>(
+      Side::make(shapes::gqa(kHeads, kLayers), Sharding::parse("tp=1").value(), kPageTokens).value());
+  const auto device = std::make_shared<SeenDevice>();
+  const RankTransport transport(ShmTransport::make({}).value(), device);
+  const auto pages = RequestPages::make(side, Rank(0), {kPages}, 1, transport).value();
+  ASSERT_TRUE(pages->take(1, kTokens, kTokens));
+  EXPECT_EQ(*pages->wrong_bytes(1, {0, 0}, kTokens), 0) << "canaries still";
+  for (const LayerId layer : pages->layers()) ASSERT_TRUE(pages->fill(1, layer, 0, kTokens, kTokens));
+  EXPECT_EQ(*pages->wrong_bytes(1, {0, kTokens}, kTokens), 0);
+  EXPECT_EQ(*pages->wrong_free_bytes(), 0);
+
+  for (std::byte& byte : device->region) byte = ~byte;
+  const std::int64_t page = kPageTokens * kHeads * kRow, held = ceil_div(kTokens, kPageTokens);
+  EXPECT_EQ(*pages->wrong_bytes(1, {0, kTokens}, kTokens), held * kLayers * page);
+  EXPECT_EQ(*pages->wrong_free_bytes(), (kPages - held) * kLayers * page);
+  EXPECT_GT(device->checks, 0);
+}
+
+// ---- words ----
 
 std::vector<int> gpus_of(const TransportWords& words, bool prefill, std::int32_t ranks, int visible) {
   std::vector<int> out;

@@ -16,15 +16,10 @@
 
 #include "kvloom/transport/cuda/choice.h"
 #include "kvloom/transport/cuda/copy_items.h"
+#include "kvloom/transport/cuda/copy_limits.h"
 #include "kvloom/transport/cuda/memory.h"
 
 namespace kvloom::cuda {
-
-struct CopyLimits {
-  Bytes in_flight{256 << 20};  // of one peer: how long a drain takes, 0.7 ms over NVLink
-  int blocks = 8;              // of the copy kernel, of 1024 threads: on H200 8 move 350 GB/s, all SMs 366
-  int priority = 0;            // of its streams; lower goes first, as CUDA has it
-};
 
 // Copies of one kind, so far.  For metrics, tests and `bench`.
 struct CopyCounts {

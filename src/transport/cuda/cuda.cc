@@ -64,24 +64,47 @@ class GpuDevice final : public shm::Device {
 
 constexpr std::size_t kFreesAPoll = 4;  // each waits for what the GPU has to do
 
+Expected<void> check_limits(const cuda::CopyLimits& limits) {
+  if (limits.blocks < 1 || limits.blocks > cuda::kMostBlocks)
+    return fail(Code::invalid_argument, "{} blocks of the copy kernel are not in 1..{}", limits.blocks, cuda::kMostBlocks);
+  if (limits.in_flight < cuda::kLeastInFlight || limits.in_flight > cuda::kMostInFlight)
+    return fail(Code::invalid_argument, "{} B of copies in flight are not in {}..{} (1 MiB to 64 GiB)", limits.in_flight.value,
+                cuda::kLeastInFlight.value, cuda::kMostInFlight.value);
+  return {};
+}
+
+// CUDA takes any number, and silently makes another of it.
+Expected<void> check_priority(const cuda::Gpu& gpu, int priority) {
+  int last = 0, first = 0;
+  const cuda::Current here = gpu.current();
+  if (auto ok =
+          gpu.check(gpu.driver().cuCtxGetStreamPriorityRange(&last, &first), "asking GPU {} for its priorities", gpu.ordinal());
+      !ok)
+    return ok;
+  if (priority < first || priority > last)
+    return fail(Code::invalid_argument, "copy priority {} is not in {}..{}, those of GPU {}; {} goes first", priority, first,
+                last, gpu.ordinal(), first);
+  return {};
+}
+
 }  // namespace
 
 Expected<std::unique_ptr<CudaTransport>> CudaTransport::make(CudaOptions options) {
-  if (options.copies.blocks < 1 || options.copies.in_flight.value < (1 << 20))
-    return fail(Code::invalid_argument, "{} blocks of the copy kernel, {} B in flight: at least 1 and 1 MiB",
-                options.copies.blocks, options.copies.in_flight.value);
+  if (auto ok = check_limits(options.copies); !ok) return tl::unexpected(ok.error());
   if (options.driver == nullptr) {
     auto driver = cuda::Driver::load();
     if (!driver) return tl::unexpected(driver.error());
     options.driver = std::move(*driver);
   }
+  const cuda::CopyLimits copies = options.copies;
+  const bool on_host = options.allocate_on_host;
   auto gpu = cuda::Gpu::open(std::move(options.driver), options.device);
   if (!gpu) return tl::unexpected(gpu.error());
-  auto ends =
-      open({std::move(options.listen), std::move(options.hello), options.slots, options.answers, options.most_peers}, "cuda");
+  if (auto ok = check_priority(**gpu, options.copies.priority); !ok) return tl::unexpected(ok.error());
+  auto ends = open(std::move(options), "cuda");
   if (!ends) return tl::unexpected(ends.error());
   auto counts = std::make_shared<cuda::CopyCounts>();
-  auto device = std::make_unique<GpuDevice>(*gpu, options.copies, options.allocate_on_host, counts);
+  auto device = std::make_unique<GpuDevice>(*gpu, copies, on_host, counts);
   return std::unique_ptr<CudaTransport>(
       new CudaTransport(std::move(*ends), std::move(device), std::move(*gpu), std::move(counts)));
 }

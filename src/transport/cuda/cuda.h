@@ -12,21 +12,18 @@
 
 namespace kvloom {
 
-struct CudaOptions {
-  std::string listen;  // this and the next: as shm::RingOptions
-  std::vector<std::byte> hello;
+struct CudaOptions : shm::RingOptions {
+  CudaOptions() { slots = 16384; }  // a run takes one, and a GPU has more under way
+
   int device = 0;                 // ordinal, as CUDA_VISIBLE_DEVICES leaves them
   bool allocate_on_host = false;  // allocate() gives pinned host memory
   cuda::CopyLimits copies;
   std::shared_ptr<const cuda::Driver> driver;  // shared with everything made here; null: the machine's own
-  std::uint64_t slots = 16384;
-  std::uint64_t answers = shm::RingOptions{}.answers;
-  std::size_t most_peers = shm::RingOptions{}.most_peers;
 };
 
 class CudaTransport final : public shm::RingTransport {
  public:
-  // @error as ShmTransport::make; unsupported: no driver, no such GPU
+  // @error as ShmTransport::make; invalid_argument: copies that can't be, with what can; unsupported: no driver, no such GPU
   static Expected<std::unique_ptr<CudaTransport>> make(CudaOptions options);
 
   const cuda::Gpu& gpu() const { return *gpu_; }

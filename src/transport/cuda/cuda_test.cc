@@ -376,7 +376,15 @@ TEST(Cuda, SaysWhatIsMissing) {
   EXPECT_THAT(CudaTransport::make(options).error().message, HasSubstr("GPU 7 of 2"));
   options.device = 0;
   options.copies.blocks = 0;
-  EXPECT_THAT(CudaTransport::make(options).error().message, HasSubstr("0 blocks of the copy kernel"));
+  EXPECT_THAT(CudaTransport::make(options).error().message, HasSubstr("0 blocks of the copy kernel are not in 1..1024"));
+  options.copies = {.in_flight = Bytes(4096)};
+  EXPECT_THAT(CudaTransport::make(options).error().message, HasSubstr("4096 B of copies in flight are not in 1048576.."));
+  for (const int priority : {-6, 1}) {
+    options.copies = {.priority = priority};
+    EXPECT_THAT(CudaTransport::make(options).error().message, HasSubstr("is not in -5..0, those of GPU 0; -5 goes first"));
+  }
+  options.copies = {.priority = -5};
+  EXPECT_TRUE(CudaTransport::make(options));
 }
 
 TEST(Cuda, RefusesMemoryOfAnotherGpuAndPeersThatItCantRead) {

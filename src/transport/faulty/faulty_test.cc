@@ -28,7 +28,7 @@ class FaultyLoopback : public ConformanceWorld {
 class FaultyShm : public ConformanceWorld {
  public:
   std::unique_ptr<Transport> endpoint(std::vector<std::byte> hello) override {
-    return std::make_unique<FaultyTransport>(*ShmTransport::make({.listen = "*", .hello = std::move(hello)}), FaultPlan());
+    return std::make_unique<FaultyTransport>(*ShmTransport::make({{.listen = "*", .hello = std::move(hello)}}), FaultPlan());
   }
 };
 

@@ -8,15 +8,9 @@
 
 namespace kvloom {
 
-// As RingOptions, and who copies.
-struct ShmOptions {
-  std::string listen;
-  std::vector<std::byte> hello;
+struct ShmOptions : shm::RingOptions {
   int copy_threads = 1;  // that copy what arrives, the polling thread among them
   CopyKernel kernel = best_copy_kernel();
-  std::uint64_t slots = shm::RingOptions{}.slots;
-  std::uint64_t answers = shm::RingOptions{}.answers;
-  std::size_t most_peers = shm::RingOptions{}.most_peers;
 };
 
 class ShmTransport final : public shm::RingTransport {

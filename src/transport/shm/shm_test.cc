@@ -51,7 +51,7 @@ ConformanceCase shm_case(std::string name, ShmOptions options) {
 
 const auto kCases =
     testing::Values(shm_case("one_thread", {}), shm_case("two_threads", {.copy_threads = 2}),
-                    shm_case("plain_kernel_and_tiny_rings", {.kernel = copy_kernels().front(), .slots = 16, .answers = 16}));
+                    shm_case("plain_kernel_and_tiny_rings", {{.slots = 16, .answers = 16}, 1, copy_kernels().front()}));
 INSTANTIATE_TEST_SUITE_P(Shm, TransportConformance, kCases, conformance_name);
 INSTANTIATE_TEST_SUITE_P(Shm, ProcessConformance, kCases, conformance_name);
 
@@ -63,21 +63,21 @@ std::string refusal(ShmOptions options) {
 }
 
 TEST(Shm, RefusesOptionsThatCantBeRight) {
-  EXPECT_THAT(refusal({.slots = 100}), HasSubstr("slots=100 answers=1024: both must be powers of two"));
-  EXPECT_THAT(refusal({.answers = 1ull << 40}), HasSubstr("powers of two"));
+  EXPECT_THAT(refusal({{.slots = 100}}), HasSubstr("slots=100 answers=1024: both must be powers of two"));
+  EXPECT_THAT(refusal({{.answers = 1ull << 40}}), HasSubstr("powers of two"));
   EXPECT_THAT(refusal({.copy_threads = 0}), HasSubstr("copy_threads=0 is not in 1..256"));
-  EXPECT_THAT(refusal({.hello = std::vector<std::byte>(1025)}), HasSubstr("a hello of 1025 bytes; the most is 1024"));
-  EXPECT_THAT(refusal({.listen = std::string(200, 'x')}), HasSubstr("has 200 characters; a name has 1 to 107"));
+  EXPECT_THAT(refusal({{.hello = std::vector<std::byte>(1025)}}), HasSubstr("a hello of 1025 bytes; the most is 1024"));
+  EXPECT_THAT(refusal({{.listen = std::string(200, 'x')}}), HasSubstr("has 200 characters; a name has 1 to 107"));
 }
 
 TEST(Shm, ANameBelongsToOneListener) {
-  const auto first = ShmTransport::make({.listen = "*"});
-  EXPECT_THAT(refusal({.listen = (*first)->address().substr(4)}), HasSubstr("Address already in use"));
+  const auto first = ShmTransport::make({{.listen = "*"}});
+  EXPECT_THAT(refusal({{.listen = (*first)->address().substr(4)}}), HasSubstr("Address already in use"));
 }
 
 TEST(Shm, AnEndpointWithoutANameCanOnlyConnect) {
   Party a{*ShmTransport::make({}), {}};
-  Party b{*ShmTransport::make({.listen = "*"}), {}};
+  Party b{*ShmTransport::make({{.listen = "*"}}), {}};
   EXPECT_EQ(a.transport->address(), "");
   ASSERT_TRUE(a.transport->connect(b.transport->address()));
   EXPECT_TRUE(drive({&a, &b}, [&] { return b.count<PeerUp>() == 1; }));
@@ -85,7 +85,7 @@ TEST(Shm, AnEndpointWithoutANameCanOnlyConnect) {
 
 TEST(Shm, WritesFromRegisteredMemoryAreRefusedWithAWayOut) {
   Party a{*ShmTransport::make({}), {}};
-  Party b{*ShmTransport::make({.listen = "*"}), {}};
+  Party b{*ShmTransport::make({{.listen = "*"}}), {}};
   const PeerId peer = *a.transport->connect(b.transport->address());
   std::vector<std::byte> memory(100);
   const Region mine = *a.transport->register_memory(memory);
@@ -95,7 +95,7 @@ TEST(Shm, WritesFromRegisteredMemoryAreRefusedWithAWayOut) {
 }
 
 TEST(Shm, ServesNoMorePeersThanItsOptionsSay) {
-  Party b{*ShmTransport::make({.listen = "*", .most_peers = 2}), {}};
+  Party b{*ShmTransport::make({{.listen = "*", .most_peers = 2}}), {}};
   std::vector<Party> sides(3);
   for (Party& side : sides) {
     side.transport = *ShmTransport::make({});
@@ -113,7 +113,7 @@ TEST(Shm, AForkedChildAdoptsItsEndOfASocketpair) {
   const pid_t child = fork();
   if (child == 0) {
     close(ends[0]);
-    auto transport = *ShmTransport::make({.hello = bytes_of("child")});
+    auto transport = *ShmTransport::make({{.hello = bytes_of("child")}});
     Party side{nullptr, {}};
     const auto parent = transport->adopt(ends[1]);
     side.transport = std::move(transport);
@@ -123,7 +123,7 @@ TEST(Shm, AForkedChildAdoptsItsEndOfASocketpair) {
     _exit(ok && told && side.all<Completed>()[0].delivered ? 0 : 1);
   }
   close(ends[1]);
-  auto transport = *ShmTransport::make({.hello = bytes_of("parent")});
+  auto transport = *ShmTransport::make({{.hello = bytes_of("parent")}});
   const PeerId peer = *transport->adopt(ends[0]);
   Party side{std::move(transport), {}};
   ASSERT_TRUE(drive({&side}, [&] { return side.count<PeerUp>() > 0; }));
@@ -221,7 +221,7 @@ class Hostile {
 class HostilePeer : public testing::Test {
  protected:
   HostilePeer() {
-    side_.transport = *ShmTransport::make({.listen = "*"});
+    side_.transport = *ShmTransport::make({{.listen = "*"}});
     memory_.assign(4096, std::byte{7});
     region_ = *side_.transport->register_memory(memory_);
     hostile_ = std::make_unique<Hostile>(side_.transport->address());
