@@ -107,6 +107,20 @@ async def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
         await r.quiet()
 
 
+async def test_a_client_that_takes_nothing_any_more_has_left() -> None:
+    async def flood(seen: Seen) -> web.StreamResponse:
+        response = await begin(seen)
+        while True:
+            await response.write(b"data: " + b"x" * 2**20 + b"\n\n")
+
+    async with rig(stall_timeout=0.2) as r:
+        r.decode[0].script, r.prefill[0].script = flood, hang
+        async with r.session.post(r.url + "/v1/completions", json={"prompt": "hi", "stream": True}) as response:
+            assert response.status == 200
+            await both_gone(r)
+        assert r.metric("kvloom_proxy_requests_total", route="completions", outcome="client left") == 1
+
+
 async def test_a_hundred_clients_that_leave_at_random_leave_nothing() -> None:
     async with rig(prefill=2, decode=2) as r:
         for fake in (*r.prefill, *r.decode):

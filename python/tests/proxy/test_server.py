@@ -91,6 +91,28 @@ async def test_more_than_max_open_requests_are_503() -> None:
         assert (await r.post(prompt="hi")).status == 200
 
 
+async def test_more_than_max_held_bytes_are_503_until_requests_end() -> None:
+    async with rig(max_held=1000) as r:
+        r.decode[0].script = r.prefill[0].script = in_turn(hang, answer)
+        first = r.post(prompt="x" * 600)
+        await r.decode[0].arrival()
+        got = await r.post(prompt="x" * 600)
+        assert (got.status, got.json["error"]["message"]) == (503, "Too many bytes of requests are open.")
+        assert (await r.post(prompt="x" * 200)).status == 200
+        first.cancel()
+        await r.quiet()
+        assert (await r.post(prompt="x" * 600)).status == 200
+
+
+async def test_deep_nesting_is_never_an_error_of_the_proxy() -> None:
+    async with rig() as r:
+        for depth in range(50, 1100, 25):
+            for field in ("prompt", "x"):
+                raw = b'{"prompt": "hi", "' + field.encode() + b'": ' + b"[" * depth + b"]" * depth + b"}"
+                async with r.session.post(r.url + "/v1/completions", data=raw, headers=JSON) as response:
+                    assert response.status in (200, 400)
+
+
 @pytest.mark.parametrize("path", [path for path, method in FORWARDED.items() if method == "POST"])
 async def test_other_routes_go_to_a_decode_server_as_they_are(path: str) -> None:
     async with rig(decode=2) as r:

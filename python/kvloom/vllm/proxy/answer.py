@@ -34,15 +34,15 @@ class ClientLeft(Exception):
 
 
 class Answer:
-    """Owner: the task that serves the request."""
+    """Owner: the task that serves the request. `stall`: seconds that a server may say nothing, or a client take nothing."""
 
-    def __init__(self, request: web.Request, request_id: str) -> None:
+    def __init__(self, request: web.Request, request_id: str, stall: float) -> None:
         self._request = request
+        self._stall = stall
         self._id = request_id
         self.response: web.StreamResponse | None = None
         self._stream = False
         self.status = 0  # as the client sees it; 0: nothing sent
-        self.content = False  # some of the answer itself was sent
 
     async def _begin(
         self, status: int, headers: Mapping[str, str], length: int | None, *, close: bool = False
@@ -52,7 +52,7 @@ class Answer:
         if close:
             response.force_close()
         self.response, self.status = response, status
-        await _reaching(response.prepare(self._request))
+        await self._reaching(response.prepare(self._request))
         return response
 
     async def idle(self, comment: bytes) -> None:
@@ -61,11 +61,10 @@ class Answer:
             self._stream = True
             await self._begin(200, {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}, None)
         assert self.response is not None
-        await _reaching(self.response.write(comment))
+        await self._reaching(self.response.write(comment))
 
-    async def relay(self, opened: Opened, stall: float) -> None:
-        """Everything that the server says, until it ends. @error Failed (never again) when it breaks off or says nothing for
-        `stall` seconds."""
+    async def relay(self, opened: Opened) -> None:
+        """Everything that the server says, until it ends. @error Failed (never again): it broke or fell silent; ClientLeft."""
         response = self.response
         if response is None:
             headers = passed(opened.response.headers)
@@ -73,26 +72,24 @@ class Answer:
             response = await self._begin(opened.response.status, headers, length)
         self._stream = opened.events is not None
         if opened.first:
-            self.content = True
-            await _reaching(response.write(opened.first))
-        while data := await self._next(opened, stall):
+            await self._reaching(response.write(opened.first))
+        while data := await self._next(opened):
             whole = b"".join(opened.events.feed(data)) if opened.events else data
             if whole:
-                self.content = True
-                await _reaching(response.write(whole))
+                await self._reaching(response.write(whole))
         if opened.events and opened.events.rest:
-            await _reaching(response.write(opened.events.rest))
-        await _reaching(response.write_eof())
+            await self._reaching(response.write(opened.events.rest))
+        await self._reaching(response.write_eof())
 
-    async def _next(self, opened: Opened, stall: float) -> bytes:
+    async def _next(self, opened: Opened) -> bytes:
         role, member = opened.member.instance.role, opened.member
         try:
-            async with asyncio.timeout(stall):
+            async with asyncio.timeout(self._stall):
                 return await opened.response.content.readany()
         except TimeoutError as error:
-            raise Failed(role, member, f"silent for {stall:g} s", status=504, again=False) from error
+            raise Failed(role, member, f"silent for {self._stall:g} s", status=504, again=False) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Failed(role, member, said(error), again=False) from error
+            raise Failed(role, member, "the connection broke", detail=said(error), again=False) from error
 
     async def fail(self, error: Failed | errors.Refused) -> None:
         """The last word, in the form that is still possible."""
@@ -104,24 +101,32 @@ class Answer:
             if error.retry_after is not None:
                 headers["Retry-After"] = str(error.retry_after)
             response = await self._begin(status, headers, len(body), close=getattr(error, "close", False))
-            await _reaching(response.write(body))
-            await _reaching(response.write_eof())
+            await self._reaching(response.write(body))
+            await self._reaching(response.write_eof())
         elif self._stream:
             line = b" ".join(body.split(b"\n"))
-            await _reaching(self.response.write(b"data: " + line + b"\n\ndata: [DONE]\n\n"))
-            await _reaching(self.response.write_eof())
+            await self._reaching(self.response.write(b"data: " + line + b"\n\ndata: [DONE]\n\n"))
+            await self._reaching(self.response.write_eof())
         elif self._request.transport is not None:
             self._request.transport.close()
+
+    def abort(self) -> None:
+        """The connection, at once, with all that was not sent."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _reaching(self, write: Awaitable[object]) -> None:
+        """@error ClientLeft: it closed, or takes nothing; told apart from a server's broken connection."""
+        try:
+            async with asyncio.timeout(self._stall):
+                await write
+        except ConnectionError as error:
+            raise ClientLeft from error
+        except TimeoutError as error:
+            self.abort()
+            raise ClientLeft from error
 
 
 def describe(error: Failed) -> str:
     """For clients: which side, never which machine."""
     return f"The {error.role} server failed: {error.reason}."
-
-
-async def _reaching(said: Awaitable[object]) -> None:
-    """@error ClientLeft: told apart from a server's broken connection."""
-    try:
-        await said
-    except ConnectionError as error:
-        raise ClientLeft from error

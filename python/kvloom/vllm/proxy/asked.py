@@ -112,9 +112,7 @@ def _unshared(route: Route, fields: dict[str, Any], prompt: object) -> str | Non
         return "prompt_logprobs"  # they are a by-product of computing the prompt
     cut = fields.get("truncate_prompt_tokens")
     if isinstance(cut, int | float) and cut < 0:
-        return (
-            "truncate_prompt_tokens"  # vLLM then cuts to max_model_len - max_tokens, and max_tokens differs between the two sides
-        )
+        return "truncate_prompt_tokens"  # vLLM then cuts to a length that depends on max_tokens, which the sides don't share
     return None
 
 

@@ -163,6 +163,7 @@ class Settings:
     prefill_linger: float = _option(1.0, "seconds that prefill may go on after decode has answered in full")
     keepalive: float = _option(2.0, "seconds an idle connection to a server is kept; less than the server's own (vLLM: 5)")
     max_body: int = _option(64 * 2**20, "bytes of a request's body")
+    max_held: int = _option(2**30, "bytes of the bodies of all open requests; more get 503")
     max_open: int = _option(4096, "requests open at a time; more get 503")
     health_interval: float = _option(2.0, "seconds between two looks at a server")
     health_timeout: float = _option(2.0, "seconds that /health may take")

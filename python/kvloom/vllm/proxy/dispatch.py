@@ -47,6 +47,7 @@ class Story:
     prefill: list[str] = dataclasses.field(default_factory=list)
     alone: str | None = None
     first: float | None = None  # seconds
+    held: int = 0  # bytes of its body
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,14 +107,8 @@ class Dispatch:
                     if error.role == "decode"
                     else tries.prefill >= most and self._settings.without_prefill == "fail"
                 )
-                say(
-                    logging.WARNING,
-                    "attempt failed",
-                    request=story.request_id,
-                    role=error.role,
-                    instance=error.member.name,
-                    reason=error.reason,
-                )
+                told = {"role": error.role, "instance": error.member.name, "reason": error.reason, "detail": error.detail}
+                say(logging.WARNING, "attempt failed", request=story.request_id, **told)
                 if last or not error.again:
                     raise
                 self._metrics.retries.labels(error.role).inc()
@@ -245,7 +240,7 @@ class Dispatch:
     async def _answer(self, answer: Answer, opened: Opened, computing: asyncio.Task[None] | None) -> None:
         outcome = "cancelled"
         try:
-            await answer.relay(opened, self._settings.stall_timeout)
+            await answer.relay(opened)
             outcome = "ok"
         except Failed as error:
             outcome = "failed"

@@ -47,6 +47,6 @@ class Forward:
         response = await self._upstream.send(member, method, path, headers, body)
         opened = Opened(member, response, Events() if response.content_type == "text/event-stream" else None)
         try:
-            await answer.relay(opened, self._settings.stall_timeout)
+            await answer.relay(opened)
         finally:
             opened.close()

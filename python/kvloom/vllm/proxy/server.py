@@ -42,7 +42,7 @@ FORWARDED = {
     "/v1/messages/count_tokens": "POST",
 }
 OURS = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/health": "GET", "/metrics": "GET"}
-CUT_SECONDS = 1.0  # for the last word to a client whose request is cut
+CUT_SECONDS = 1.0  # for the last word to a client: an error, when nothing else can be said
 
 Work = Callable[[Answer, Story], Awaitable[None]]
 
@@ -75,6 +75,7 @@ class Proxy:
         self.draining = False
         self._cutting = False
         self._open: set[asyncio.Task[object]] = set()
+        self._held = 0  # bytes of bodies of open requests
         self._changed = asyncio.Event()  # a request ended, or the drain is cut short
 
     async def start(self) -> None:
@@ -151,14 +152,14 @@ class Proxy:
 
     async def _generate(self, route: Route, request: web.Request) -> web.StreamResponse:
         async def work(answer: Answer, story: Story) -> None:
-            body = asked.read(route, await self._body(request))
+            body = asked.read(route, await self._body(request, story))
             await self._dispatch.serve(body, answer, upstream_headers(request), story)
 
         return await self._served(request, route, work)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         async def work(answer: Answer, story: Story) -> None:
-            body = await self._body(request) if request.method == "POST" else None
+            body = await self._body(request, story) if request.method == "POST" else None
             if body is not None:
                 asked.read_json(body)
             headers = {**upstream_headers(request), "X-Request-Id": story.request_id}
@@ -175,27 +176,37 @@ class Proxy:
             status=status, body=body, content_type="application/json", headers={"Allow": allowed} if allowed else None
         )
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request, story: Story) -> bytes:
         most = self._settings.max_body
         too_large = Refused(413, f"The body is larger than {most} bytes.", close=True)
         if request.content_type != "application/json":
             raise Refused(415, "The body's Content-Type has to be application/json.", close=True)
-        if (request.content_length or 0) > most:
+        expected = most if request.content_length is None else request.content_length
+        if request.content_length is not None and expected > most:
             raise too_large
+        if self._held + expected > self._settings.max_held:
+            raise Refused(503, "Too many bytes of requests are open.", retry_after=1, close=True)
+        story.held = expected  # given back when the request ends
+        self._held += expected
         try:
             async with asyncio.timeout(self._settings.body_timeout):
-                return await request.read()
+                body = await request.read()
+            self._held += len(body) - expected
+            story.held = len(body)
+            return body
         except TimeoutError:
             raise Refused(408, f"The body did not come within {self._settings.body_timeout:g} s.", close=True) from None
         except web.HTTPRequestEntityTooLarge:
             raise too_large from None
         except (web.RequestPayloadError, ValueError) as error:
             raise Refused(400, f"The body can't be read: {error}", close=True) from None
+        except ConnectionError as error:
+            raise ClientLeft from error
 
     async def _served(self, request: web.Request, route: str, work: Work) -> web.StreamResponse:
         """Everything that a request needs around its work: admission, time, its error's form, counting, its line in the log."""
         story = Story(request_id(request), time.monotonic())
-        answer = Answer(request, story.request_id)
+        answer = Answer(request, story.request_id, self._settings.stall_timeout)
         task = asyncio.current_task()
         assert task is not None
         outcome = "client left"
@@ -207,6 +218,7 @@ class Proxy:
             pass
         finally:
             self._open.discard(task)
+            self._held -= story.held
             self._changed.set()
             self.metrics.open.set(len(self._open))
             self._ended(request.path, route, outcome, answer, story)
@@ -221,11 +233,14 @@ class Proxy:
             async with asyncio.timeout(self._settings.request_timeout):
                 await work(answer, story)
             return outcome
-        except (Refused, Failed) as caught:
-            error = caught
-            outcome = ("refused" if isinstance(caught, Refused) else "client error") if caught.status < 500 else "failed"
+        except Refused as caught:
+            error, outcome = caught, "refused" if caught.status < 500 else "unavailable"
+        except Failed as caught:
+            error, outcome = caught, "client error" if caught.status < 500 else "failed"
         except TimeoutError:
             error, outcome = Refused(504, f"Not done within {self._settings.request_timeout:g} s."), "deadline"
+        except RecursionError:
+            error, outcome = Refused(400, "The body is nested too deeply."), "refused"
         except asyncio.CancelledError:
             if not self._cutting:
                 raise
@@ -235,8 +250,11 @@ class Proxy:
         except Exception:
             LOGGER.exception("bug", extra={"fields": {"request": story.request_id}})
             error, outcome = Refused(500, "The proxy failed; its log says why."), "failed"
-        async with asyncio.timeout(CUT_SECONDS if self._cutting else None):
-            await answer.fail(error)
+        try:
+            async with asyncio.timeout(CUT_SECONDS):
+                await answer.fail(error)
+        except TimeoutError:
+            answer.abort()  # it takes nothing
         return outcome
 
     def _ended(self, path: str, route: str, outcome: str, answer: Answer, story: Story) -> None:

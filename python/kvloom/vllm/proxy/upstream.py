@@ -43,11 +43,13 @@ class Failed(Exception):
         again: bool = True,
         body: bytes | None = None,
         kind: str = "application/json",
+        detail: str = "",
     ) -> None:
         super().__init__(reason)
         self.role = role
         self.member = member
-        self.reason = reason
+        self.reason = reason  # for clients: names no machine
+        self.detail = detail  # for the log
         self.status = status
         self.again = again
         self.body = body  # as the server wrote it, if it wrote one
@@ -148,7 +150,7 @@ class Upstream:
         except TimeoutError as error:
             raise Failed(instance.role, member, f"no connection within {self._settings.connect_timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Failed(instance.role, member, said(error)) from error
+            raise Failed(instance.role, member, "it can't be reached", detail=said(error)) from error
         except ValueError as error:  # bytes in a header that HTTP does not allow
             raise Refused(400, f"A header can't be passed on: {error}") from error
 
@@ -210,7 +212,7 @@ class Upstream:
                         opened.first = bytes(held) + b"".join(whole[number + 1 :])
                         return
         except (aiohttp.ClientError, OSError) as error:
-            raise Failed(role, member, f"{said(error)}, before the first token") from error
+            raise Failed(role, member, "the connection broke before the first token", detail=said(error)) from error
         raise Failed(role, member, "the stream ended before the first token")
 
     async def prefill(self, member: Member, path: str, headers: Mapping[str, str], body: bytes) -> None:
@@ -221,7 +223,7 @@ class Upstream:
             async for _ in response.content.iter_chunked(MOST_ERROR):
                 pass
         except (aiohttp.ClientError, OSError) as error:
-            raise Failed("prefill", member, said(error)) from error
+            raise Failed("prefill", member, "the connection broke", detail=said(error)) from error
         finally:
             response.close() if not response.content.at_eof() else response.release()
 
