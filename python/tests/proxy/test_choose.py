@@ -67,6 +67,21 @@ def test_the_same_prefix_goes_where_it_was() -> None:
         again.release()
 
 
+def test_a_cache_is_worth_as_much_work_as_it_saves() -> None:
+    p = pool(2)
+    for n in range(20):
+        prefix = f"{n:04}" * 1024  # 1,024 tokens
+        first = take(p, prefix)
+        first.release()
+        for queued, stays in ((1000, True), (1100, False)):
+            first.member.tokens += queued
+            again = take(p, prefix)
+            assert (again.member is first.member) == stays
+            again.release()
+            first.member.tokens -= queued
+            next(member for member in p.members if member is not first.member).forget()
+
+
 def test_without_affinity_only_load_counts() -> None:
     p = pool(2, affinity=0.0)
     counts = {member.name: 0 for member in p.members}
