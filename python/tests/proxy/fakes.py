@@ -7,6 +7,7 @@ went away. Nothing sleeps: tests wait for what happens, each wait with a bound.
 import asyncio
 import contextlib
 import functools
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -70,6 +71,7 @@ class FakeVllm:
         self.script: Script = script or answer
         self.healthy = True
         self.seen: list[Seen] = []
+        self.bugs: list[Exception] = []
         self._arrived: asyncio.Queue[Seen] = asyncio.Queue()
         self._port = 0
 
@@ -113,6 +115,9 @@ class FakeVllm:
             return await self.script(seen)
         except (asyncio.CancelledError, ConnectionError):
             seen.gone.set()
+            raise
+        except Exception as bug:  # of the test itself: the proxy would take it for a server's failure
+            self.bugs.append(bug)
             raise
         finally:
             seen.ended.set()
@@ -233,7 +238,8 @@ class Rig:
         return asyncio.create_task(self._post(path, body))
 
     async def _post(self, path: str, body: dict[str, Any]) -> "Got":
-        async with self.session.post(self.url + path, json=body) as response:
+        data = io.BytesIO(json.dumps(body).encode())
+        async with self.session.post(self.url + path, data=data, headers={"Content-Type": "application/json"}) as response:
             return Got(response.status, response.headers, await response.read())
 
     def metric(self, name: str, **labels: str) -> float:
@@ -283,8 +289,12 @@ async def rig(prefill: int = 1, decode: int = 1, decode_: tuple[Instance, ...] =
     await proxy.start()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE), auto_decompress=False) as session:
-            yield Rig(fakes[0], fakes[1], proxy, session)
+            made = Rig(fakes[0], fakes[1], proxy, session)
+            yield made
+            if "openai" in vars(made):
+                await made.openai.close()
     finally:
         await proxy.close()
         for fake in (*fakes[0], *fakes[1]):
             await fake.stop()
+    assert not [bug for fake in (*fakes[0], *fakes[1]) for bug in fake.bugs]

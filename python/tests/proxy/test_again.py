@@ -86,7 +86,7 @@ async def test_a_4xx_of_prefill_is_the_answer_and_decode_is_closed() -> None:
 
 
 async def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
-    fail, streaming = asyncio.Event(), asyncio.Event()
+    fail = asyncio.Event()
 
     async def late(seen: Seen) -> web.StreamResponse:
         await fail.wait()
@@ -94,17 +94,18 @@ async def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> N
 
     async def stream(seen: Seen) -> web.StreamResponse:
         response = await begin(seen, chunk(seen, "a"))
-        streaming.set()
-        await soon(r.prefill[0].seen[0].ended.wait())
+        prefill = await r.prefill[0].arrival()
+        await soon(prefill.ended.wait())
         await response.write(chunk(seen, "b") + DONE)
         return response
 
     async with rig() as r:
         r.prefill[0].script, r.decode[0].script = late, stream
         async with r.session.post(r.url + "/v1/completions", json={"prompt": "hi", "stream": True}) as response:
-            assert (await response.content.readuntil(b"\n\n")).startswith(b"data: ")
+            seen = await r.decode[0].arrival()
+            assert await response.content.readuntil(b"\n\n") == chunk(seen, "a")
             fail.set()
-            assert (await response.read()).endswith(DONE)
+            assert await response.read() == chunk(seen, "b") + DONE
         assert len(r.decode[0].seen) == 1
 
 
