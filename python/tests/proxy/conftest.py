@@ -4,7 +4,5 @@ import importlib.util
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parent))
 if importlib.util.find_spec("kvloom") is None:
-    sys.path.insert(0, str(HERE.parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -5,7 +5,8 @@ import json
 
 import pytest
 from aiohttp import web
-from fakes import DONE, Script, Seen, answer, begin, chunk, die, error, hang, in_turn, rig, role_chunk, says, soon, stream_of
+
+from .fakes import DONE, Script, Seen, answer, begin, chunk, die, error, hang, in_turn, rig, role_chunk, says, soon, stream_of
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,7 +9,8 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from fakes import DONE, USAGE, Seen, answer, begin, chunk, error, hang, rig, says, soon, stream_of
+
+from .fakes import DONE, USAGE, Seen, answer, begin, chunk, error, hang, rig, says, soon, stream_of
 
 pytestmark = pytest.mark.asyncio
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Was ist ein Webstuhl? 🧵"}]}

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fakes import USAGE, Seen, answer, rig, soon
 
 from kvloom.vllm.proxy.config import make_instance
+
+from .fakes import USAGE, Seen, answer, rig, soon
 
 pytestmark = pytest.mark.asyncio
 

@@ -1,12 +1,16 @@
 """Who is up: looks, flapping, and what requests have seen."""
 
+import socket
+
 import pytest
 from aiohttp import web
-from fakes import Seen, answer, die, in_turn, rig, says, until
 
 from kvloom.vllm.proxy.choose import Member
 from kvloom.vllm.proxy.config import Instance
 from kvloom.vllm.proxy.health import Watch
+from kvloom.vllm.proxy.upstream import probing_socket
+
+from .fakes import Seen, answer, die, in_turn, rig, says, until
 
 
 def watch(fall: int = 2, rise: int = 2) -> Watch:
@@ -77,6 +81,12 @@ async def test_a_server_that_hangs_up_on_a_request_is_looked_at_at_once() -> Non
         assert got.status == 502
 
         await until(lambda: not r.proxy.decode.members[0].up)  # the interval is an hour here
+
+
+def test_connections_to_servers_notice_a_host_that_vanished() -> None:
+    with probing_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
 @pytest.mark.asyncio

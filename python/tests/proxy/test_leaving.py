@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from fakes import DONE, Rig, Seen, begin, chunk, hang, in_turn, rig, says, soon, until
+
+from .fakes import DONE, Rig, Seen, begin, chunk, hang, in_turn, rig, says, soon, until
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
-from fakes import DONE, PATIENCE, Seen, answer, begin, chunk, die, hang, in_turn, rig, soon
 
 import kvloom.vllm.proxy
 from kvloom.vllm.proxy.server import FORWARDED
+
+from .fakes import DONE, PATIENCE, Seen, answer, begin, chunk, die, hang, in_turn, rig, soon
 
 pytestmark = pytest.mark.asyncio
 JSON = {"Content-Type": "application/json"}

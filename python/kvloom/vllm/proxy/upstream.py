@@ -14,8 +14,10 @@ import dataclasses
 import io
 import json
 import re
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 
@@ -27,6 +29,7 @@ MOST_ERROR = 64 * 1024  # bytes kept of a server's error
 MOST_EVENT = 1024 * 1024  # bytes of one event of a stream; a longer one is passed on in parts
 MOST_HELD = 256 * 1024  # bytes held back while they say nothing
 BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+AddressOf = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]  # as getaddrinfo gives it
 LATER = (408, 425, 429)  # "not now": another server may
 
 
@@ -113,6 +116,18 @@ async def _chunk_sent(_: aiohttp.ClientSession, context: SimpleNamespace, chunk:
         context.trace_request_ctx.wrote(len(chunk.chunk))
 
 
+def probing_socket(address: AddressOf) -> socket.socket:
+    """A server's host that vanishes says nothing, and an answer in one piece may take minutes: the kernel asks, and breaks the
+    connection after 30 s without an answer. A process that only hangs is left to the time-outs."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000)):
+        if hasattr(socket, name):  # Linux has all of them
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
 Idle = Callable[[bytes], Awaitable[None]]
 
 
@@ -124,7 +139,7 @@ class Upstream:
         trace = aiohttp.TraceConfig()
         trace.on_request_chunk_sent.append(_chunk_sent)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive, socket_factory=probing_socket),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
