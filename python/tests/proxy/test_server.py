@@ -112,6 +112,7 @@ async def test_deep_nesting_is_never_an_error_of_the_proxy() -> None:
                 raw = b'{"prompt": "hi", "' + field.encode() + b'": ' + b"[" * depth + b"]" * depth + b"}"
                 async with r.session.post(r.url + "/v1/completions", data=raw, headers=JSON) as response:
                     assert response.status in (200, 400)
+        await r.quiet()
 
 
 @pytest.mark.parametrize("path", [path for path, method in FORWARDED.items() if method == "POST"])

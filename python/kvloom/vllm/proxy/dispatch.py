@@ -27,7 +27,7 @@ from kvloom.vllm.proxy import wire
 from kvloom.vllm.proxy.answer import Answer
 from kvloom.vllm.proxy.asked import Asked
 from kvloom.vllm.proxy.choose import Lease, Member, Pool
-from kvloom.vllm.proxy.config import Settings
+from kvloom.vllm.proxy.config import Role, Settings
 from kvloom.vllm.proxy.errors import Refused
 from kvloom.vllm.proxy.health import Health
 from kvloom.vllm.proxy.log import say
@@ -48,6 +48,16 @@ class Story:
     alone: str | None = None
     first: float | None = None  # seconds
     held: int = 0  # bytes of its body
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Client:
+    """One request: what is asked, where the answer goes, which headers go on."""
+
+    asked: Asked
+    answer: Answer
+    headers: Mapping[str, str]
+    story: Story
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,9 +96,9 @@ class Dispatch:
         """End what lingers."""
         await _end(*self._lingering)
 
-    async def serve(self, asked: Asked, answer: Answer, headers: Mapping[str, str], story: Story) -> None:
-        """The whole of it. @error Failed, Refused: what the client has to be told; CancelledError: it left, both sides are
-        closed."""
+    async def serve(self, client: Client) -> None:
+        """The whole of it. @error Failed, Refused: what the client has to be told; CancelledError, ClientLeft: nobody to tell."""
+        asked, story = client.asked, client.story
         if asked.unshared and self._settings.unshared == "refuse":
             raise Refused(400, f"Not served with a transfer, and this proxy allows nothing else: {asked.unshared}.")
         tries = _Tries()
@@ -96,25 +106,28 @@ class Dispatch:
             tries.number += 1
             decode, prefill = self._choose(asked, tries, story)
             try:
-                opened, computing = await self._attempt(asked, answer, headers, story, tries.number, decode, prefill)
+                opened, computing = await self._attempt(client, tries.number, decode, prefill)
                 break
             except Failed as error:
-                self._health.suspect(error)
+                self._heard(error, story)
                 tries.failed(error, (decode, prefill))
-                most = self._settings.decode_attempts if error.role == "decode" else self._settings.prefill_attempts
-                last = (
-                    tries.decode >= most
-                    if error.role == "decode"
-                    else tries.prefill >= most and self._settings.without_prefill == "fail"
-                )
-                told = {"role": error.role, "instance": error.member.name, "reason": error.reason, "detail": error.detail}
-                say(logging.WARNING, "attempt failed", request=story.request_id, **told)
-                if last or not error.again:
+                if not error.again or self._enough(error.role, tries):
                     raise
                 self._metrics.retries.labels(error.role).inc()
         story.first = time.monotonic() - story.begun
         self._metrics.first.labels(asked.route).observe(story.first)
-        await self._answer(answer, opened, computing)
+        await self._answer(client, opened, computing)
+
+    def _heard(self, error: Failed, story: Story) -> None:
+        self._health.suspect(error)
+        told = {"role": error.role, "instance": error.member.name, "reason": error.reason, "detail": error.detail}
+        say(logging.WARNING, "attempt failed", request=story.request_id, **told)
+
+    def _enough(self, role: Role, tries: _Tries) -> bool:
+        """Whether that role has failed for good. Without prefill there may still be decode alone."""
+        if role == "decode":
+            return tries.decode >= self._settings.decode_attempts
+        return tries.prefill >= self._settings.prefill_attempts and self._settings.without_prefill == "fail"
 
     def _choose(self, asked: Asked, tries: _Tries, story: Story) -> tuple[Lease, Lease | None]:
         alone = self._alone(asked, tries)
@@ -148,59 +161,52 @@ class Dispatch:
         return "prefill failed" if tries.prefill >= self._settings.prefill_attempts else None
 
     async def _attempt(
-        self,
-        asked: Asked,
-        answer: Answer,
-        headers: Mapping[str, str],
-        story: Story,
-        number: int,
-        decode: Lease,
-        prefill: Lease | None,
+        self, client: Client, number: int, decode: Lease, prefill: Lease | None
     ) -> tuple[Opened, asyncio.Task[None] | None]:
         """@post on error and cancellation both requests are closed and the leases are back."""
-        key, seconds = wire.new_key(), self._settings.prefill_timeout
-        parameters = wire.decode_parameters(key, seconds, prefill.member.instance) if prefill else None
-        body = wire.decode_body(asked, parameters)
-        sent = Sent(len(body))
-        name = story.request_id if number == 1 else f"{story.request_id}-{number}"
-        asking = asyncio.create_task(self._open(asked, decode.member, {**headers, "X-Request-Id": name}, body, answer, sent))
-        asking.add_done_callback(lambda task: _release(decode, task))
-        computing = None
-        if prefill:
-            lease = prefill
-            compute = wire.prefill_body(asked, wire.prefill_parameters(key, seconds))
-            after = sent.event if self._settings.order == "decode-first" else None
-            computing = asyncio.create_task(
-                self._compute(asked, lease.member, {**headers, "X-Request-Id": name + "-p"}, compute, after)
-            )
-            computing.add_done_callback(lambda _: lease.release())
-        say(
-            logging.DEBUG,
-            "attempt",
-            request=story.request_id,
-            transfer=key[:8],
-            decode=decode.member.name,
-            prefill=prefill.member.name if prefill else None,
-        )
+        asking, computing = None, None
         try:
+            asking, computing = self._start(client, number, decode, prefill)
             opened = await _first(asking, computing)
+            opened.lease = decode
+            return opened, computing
         except BaseException:
+            for lease in (decode, prefill):  # before anything is awaited: a client may leave while this attempt is being ended
+                if lease:
+                    lease.release()
+            if asking:
+                asking.add_done_callback(_drop)
             await _end(asking, computing)
-            if asking.done() and not asking.cancelled() and asking.exception() is None:
-                asking.result().close()
-            decode.release()
             raise
-        opened.lease = decode
-        return opened, computing
 
-    async def _open(
-        self, asked: Asked, member: Member, headers: Mapping[str, str], body: bytes, answer: Answer, sent: Sent
-    ) -> Opened:
+    def _start(
+        self, client: Client, number: int, decode: Lease, prefill: Lease | None
+    ) -> tuple[asyncio.Task[Opened], asyncio.Task[None] | None]:
+        """Both requests on their way; bodies first, since what can't be written must not leave half an attempt."""
+        key, seconds, asked = wire.new_key(), self._settings.prefill_timeout, client.asked
+        told = wire.decode_parameters(key, seconds, prefill.member.instance) if prefill else None
+        body = wire.decode_body(asked, told)
+        compute = wire.prefill_body(asked, wire.prefill_parameters(key, seconds)) if prefill else b""
+        where = {"decode": decode.member.name, "prefill": prefill.member.name if prefill else None}
+        say(logging.DEBUG, "attempt", request=client.story.request_id, transfer=key[:8], **where)
+        name = client.story.request_id if number == 1 else f"{client.story.request_id}-{number}"
+        sent = Sent(len(body))
+        asking = asyncio.create_task(self._open(client, decode.member, {**client.headers, "X-Request-Id": name}, body, sent))
+        if prefill is None:
+            return asking, None
+        after = sent.event if self._settings.order == "decode-first" else None
+        headers = {**client.headers, "X-Request-Id": name + "-p"}
+        computing = asyncio.create_task(self._compute(asked, prefill.member, headers, compute, after))
+        computing.add_done_callback(lambda _: prefill.release())
+        return asking, computing
+
+    async def _open(self, client: Client, member: Member, headers: Mapping[str, str], body: bytes, sent: Sent) -> Opened:
+        asked = client.asked
         most = self._settings.first_token_timeout if asked.stream else self._settings.request_timeout
         outcome: str | None = "cancelled"
         try:
             async with asyncio.timeout(most):
-                opened = await self._upstream.open(member, PATHS[asked.route], headers, body, answer.idle, sent)
+                opened = await self._upstream.open(member, PATHS[asked.route], headers, body, client.answer.idle, sent)
             outcome = None  # counted when the answer is over
             return opened
         except TimeoutError as error:
@@ -237,14 +243,14 @@ class Dispatch:
     def _count(self, member: Member, outcome: str) -> None:
         self._metrics.attempts.labels(member.instance.role, member.name, outcome).inc()
 
-    async def _answer(self, answer: Answer, opened: Opened, computing: asyncio.Task[None] | None) -> None:
+    async def _answer(self, client: Client, opened: Opened, computing: asyncio.Task[None] | None) -> None:
         outcome = "cancelled"
         try:
-            await answer.relay(opened)
+            await client.answer.relay(opened)
             outcome = "ok"
         except Failed as error:
             outcome = "failed"
-            self._health.suspect(error)
+            self._heard(error, client.story)
             raise
         finally:
             opened.close()
@@ -255,7 +261,7 @@ class Dispatch:
                 self._linger(computing)
             elif computing:
                 computing.cancel()
-                computing.add_done_callback(_heard)
+                computing.add_done_callback(_seen)
 
     def _linger(self, computing: asyncio.Task[None]) -> None:
         """The answer is complete; what prefill still does serves nobody, but it is at its end as a rule."""
@@ -291,12 +297,12 @@ async def _end(*tasks: "asyncio.Task[Opened] | asyncio.Task[None] | None") -> No
     await asyncio.gather(*open_ones, return_exceptions=True)
 
 
-def _release(lease: Lease, task: "asyncio.Task[Opened]") -> None:
-    """A request that never began to run has no other place where its lease comes back."""
-    if task.cancelled() or task.exception() is not None:
-        lease.release()
+def _drop(task: "asyncio.Task[Opened]") -> None:
+    """It may have been opened in the same moment in which the attempt was given up."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
 
 
-def _heard(task: "asyncio.Task[None]") -> None:
+def _seen(task: "asyncio.Task[None]") -> None:
     if not task.cancelled():
         task.exception()

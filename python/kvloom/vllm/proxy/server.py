@@ -22,7 +22,7 @@ from kvloom.vllm.proxy.answer import Answer, ClientLeft, passed
 from kvloom.vllm.proxy.asked import Route
 from kvloom.vllm.proxy.choose import Pool
 from kvloom.vllm.proxy.config import Settings
-from kvloom.vllm.proxy.dispatch import Dispatch, Story
+from kvloom.vllm.proxy.dispatch import Client, Dispatch, Story
 from kvloom.vllm.proxy.errors import Refused
 from kvloom.vllm.proxy.forward import Forward
 from kvloom.vllm.proxy.health import Health
@@ -153,7 +153,7 @@ class Proxy:
     async def _generate(self, route: Route, request: web.Request) -> web.StreamResponse:
         async def work(answer: Answer, story: Story) -> None:
             body = asked.read(route, await self._body(request, story))
-            await self._dispatch.serve(body, answer, upstream_headers(request), story)
+            await self._dispatch.serve(Client(body, answer, upstream_headers(request), story))
 
         return await self._served(request, route, work)
 
