@@ -5,6 +5,9 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from kvloom.vllm.proxy import dispatch
+from kvloom.vllm.proxy.upstream import Failed, Opened
+
 from .fakes import DONE, Rig, Seen, begin, chunk, hang, in_turn, rig, says, soon, until
 
 pytestmark = pytest.mark.asyncio
@@ -120,6 +123,20 @@ async def test_a_client_that_takes_nothing_any_more_has_left() -> None:
             assert response.status == 200
             await both_gone(r)
         assert r.metric("kvloom_proxy_requests_total", route="completions", outcome="client left") == 1
+
+
+async def test_an_answer_that_opens_as_its_attempt_is_given_up_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig() as r:
+        r.prefill[0].script, r.decode[0].script = hang, streaming
+
+        async def too_late(asking: asyncio.Task[Opened], computing: asyncio.Task[None] | None) -> Opened:
+            await asyncio.wait((asking,))
+            raise Failed("prefill", r.proxy.prefill.members[0], "in the same moment", status=500, again=False)
+
+        monkeypatch.setattr(dispatch, "_first", too_late)
+        got = await r.post(prompt="hi", stream=True)
+        assert (got.status, got.json["error"]["message"]) == (500, "The prefill server failed: in the same moment.")
+        await both_gone(r)
 
 
 async def test_a_hundred_clients_that_leave_at_random_leave_nothing() -> None:
