@@ -14,6 +14,7 @@ from aiohttp import web
 
 import kvloom.vllm.proxy
 from kvloom.vllm.proxy.server import FORWARDED
+from kvloom.vllm.proxy.wire import DROPPED
 
 from .fakes import DONE, PATIENCE, Seen, answer, begin, chunk, die, hang, in_turn, rig, soon
 
@@ -167,6 +168,12 @@ async def test_metrics_are_those_of_the_docs() -> None:
         assert r.metric("kvloom_proxy_prompt_tokens_total", role="decode") == 512
         assert r.metric("kvloom_proxy_requests_total", route="completions", outcome="ok") == 2
         assert r.metric("kvloom_proxy_instance_up", role="decode", instance=r.decode[0].name) == 1
+
+
+async def test_the_docs_name_every_field_and_route() -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "proxy.md").read_text("utf-8")
+    assert all(f"`{field}`" in docs for field in DROPPED)
+    assert all(re.search(rf"[` ]{path}`", docs) for path in FORWARDED)
 
 
 async def test_a_drain_lets_open_requests_end_and_refuses_new_ones() -> None:
