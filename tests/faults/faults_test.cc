@@ -1,11 +1,15 @@
-// Real processes over shm, killed and frozen in each role and phase: survivors end, pools are full again, no byte is wrong, and the next
-// transfer works.
+// Real processes over shm, and where there is a GPU over cuda, killed and frozen in each role and phase: survivors end, pools are full again, no
+// byte is wrong, and the next transfer works.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <csignal>
+#include <cstdio>
 
 #include "kvloom/tools/cluster.h"
+#include "kvloom/tools/cuda_gpus.h"
 #include "tests/shapes/shapes.h"
 
 namespace kvloom {
@@ -25,6 +29,7 @@ struct Case {
   Role role;
   Fault fault;
   Phase phase;
+  std::string transport;
 };
 
 std::string name_of(const Case& c) {
@@ -33,12 +38,22 @@ std::string name_of(const Case& c) {
          (c.fault == Fault::killed ? "Killed" : "Frozen") + kPhases[static_cast<int>(c.phase)];
 }
 
-std::vector<Case> all_cases() {
+std::vector<Case> all_cases(const std::string& transport) {
   std::vector<Case> out;
   for (const Role role : {Role::prefill, Role::decode})
     for (const Fault fault : {Fault::killed, Fault::frozen})
-      for (int phase = 0; phase < 5; ++phase) out.push_back({role, fault, static_cast<Phase>(phase)});
+      for (int phase = 0; phase < 5; ++phase) out.push_back({role, fault, static_cast<Phase>(phase), transport});
   return out;
+}
+
+// A process that has asked the driver can't fork ranks any more: a child asks.
+std::vector<Case> gpu_cases() {
+  const pid_t child = fork();
+  if (child == 0) _exit(look_at_gpus().works ? 0 : 1);
+  int status = 0;
+  if (child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0) return all_cases("cuda");
+  std::puts("no GPU: the cases Gpu/Faults.* are not there");
+  return {};
 }
 
 class Faults : public testing::TestWithParam<Case> {
@@ -54,6 +69,7 @@ class Faults : public testing::TestWithParam<Case> {
     spec.worker.silence = kSilence;
     spec.worker.limits.resend = 50ms;
     spec.worker.limits.grace = 300ms;
+    spec.worker.transport.name = GetParam().transport;
     auto made = WorkerCluster::make(spec);
     ASSERT_TRUE(made) << made.error().message;
     cluster = std::move(*made);
@@ -125,7 +141,7 @@ class Faults : public testing::TestWithParam<Case> {
 };
 
 TEST_P(Faults, CostItsOwnTransferOnlyAndLeaveNothingBehind) {
-  const auto [role, fault, phase] = GetParam();
+  const auto [role, fault, phase, transport] = GetParam();
   ServedRequest r = request(1);
   if (phase == Phase::before_the_grant) {
     r.time_ms = 1000;  // nobody may ever answer
@@ -197,7 +213,10 @@ TEST_P(Faults, CostItsOwnTransferOnlyAndLeaveNothingBehind) {
   transfer(request(2));
 }
 
-INSTANTIATE_TEST_SUITE_P(Each, Faults, testing::ValuesIn(all_cases()), [](const auto& of) { return name_of(of.param); });
+const auto kName = [](const auto& of) { return name_of(of.param); };
+INSTANTIATE_TEST_SUITE_P(Each, Faults, testing::ValuesIn(all_cases("shm")), kName);
+INSTANTIATE_TEST_SUITE_P(Gpu, Faults, testing::ValuesIn(gpu_cases()), kName);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Faults);
 
 }  // namespace
 }  // namespace kvloom
