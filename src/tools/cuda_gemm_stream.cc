@@ -89,19 +89,19 @@ Expected<CUdeviceptr> GemmStream::allocate(std::int64_t bytes) {
   return memory;
 }
 
+// With so much left for others that kLeftFree layers more would have fitted.
 Expected<void> GemmStream::allocate_weights(std::int64_t bytes, std::int64_t most_layers) {
+  most_layers += static_cast<std::int64_t>(kLeftFree);
   while (static_cast<std::int64_t>(weights_.size()) < most_layers) {
     const auto memory = allocate(bytes);
     if (!memory && weights_.empty()) return tl::unexpected(memory.error());
-    if (!memory) {
-      for (std::size_t i = 0; i < kLeftFree && weights_.size() > 1; ++i) {
-        gpu_->driver().cuMemFree(weights_.back());
-        weights_.pop_back();
-        allocations_.pop_back();
-      }
-      return {};
-    }
+    if (!memory) break;
     weights_.push_back(*memory);
+  }
+  for (std::size_t i = 0; i < kLeftFree && weights_.size() > 1; ++i) {
+    gpu_->driver().cuMemFree(weights_.back());
+    weights_.pop_back();
+    allocations_.pop_back();
   }
   return {};
 }

@@ -223,9 +223,11 @@ class Stream {
     if (!cluster_->listen_until([&] { return cluster_->result(request).over(); }, kStreamPatience))
       return fail(Code::deadline, "{} is not over", request.name);
     const ServedResult& result = cluster_->result(request);
-    if (!result.landed())
+    if (!result.landed()) {
       for (const auto& [worker, why] : result.whys)
         if (!why.empty()) return fail(Code::unavailable, "{}: {}: {}", request.name, cluster_->workers.spec(worker).name(), why);
+      return fail(Code::unavailable, "{} ended before it had landed, and nobody says why", request.name);
+    }
     timed.landed = result.landed_at;
     timed.bytes = result.bytes;
     return {};

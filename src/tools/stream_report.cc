@@ -14,7 +14,7 @@ using nlohmann::json;
 
 json quantiles_json(const Quantiles& q) { return {{"p50", q.p50}, {"p99", q.p99}, {"max", q.max}}; }
 
-json samples_json(const Samples& samples) {
+json spread_json(const Samples& samples) {
   json out = quantiles_json(quantiles(samples.some));
   out["count"] = samples.count;
   out["mean"] = samples.mean();
@@ -22,9 +22,9 @@ json samples_json(const Samples& samples) {
 }
 
 json beside_json(const Beside& beside) {
-  return {{"alone", samples_json(beside.alone)},
-          {"one_shot", samples_json(beside.one_shot)},
-          {"with_push", samples_json(beside.stream)},
+  return {{"alone", spread_json(beside.alone)},
+          {"one_shot", spread_json(beside.one_shot)},
+          {"with_push", spread_json(beside.stream)},
           {"slowed", beside.slowed()}};
 }
 

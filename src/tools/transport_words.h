@@ -36,7 +36,7 @@ struct TransportWords {
 void add_copy_options(CLI::App& verb, CopyWords& words);
 // @error invalid_argument: one of them was said, and `transport` is not cuda
 Expected<void> check_copies(const CopyWords& words, const std::string& transport);
-// "8 blocks of the copy kernel, priority 0, 256.0 MiB in flight", and as JSON.
+// "copies by at most 8 blocks of the kernel, of priority 0, 256 MiB in flight", and as JSON.
 std::string copies_text(const cuda::CopyLimits& limits);
 nlohmann::json copies_json(const cuda::CopyLimits& limits);
 

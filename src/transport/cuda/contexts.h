@@ -4,7 +4,7 @@
 // gate. The transport's thread, which opens the gates, would wait for itself.
 // Law: nothing is freed while a gate is shut, and no gate is shut while something is freed. So a call that frees waits for work that ends
 // by itself, and never for us. All gates count, of whichever GPU: pinned memory is in the contexts of all of them.
-// Owner: a Driver, one a process (Driver::load); not a singleton: a test's driver has its own.  Thread: any.
+// Owner: a Driver, of which a process has one (Driver::load), as it has one primary context of each GPU; a test's driver has its own.  Thread: any.
 #pragma once
 
 #include <atomic>
@@ -50,6 +50,8 @@ class Contexts {
   void give_back(std::shared_ptr<void> thing);
   // Frees up to `most` of what was put off, unless a gate is shut.
   void free_some(std::size_t most);
+  // Another thread may be freeing: until it is not.
+  void wait_for_frees() { const std::unique_lock alone(freeing_); }
   bool can_free() const { return put_off() > 0 && shut_.load() == 0; }
   std::size_t put_off() const { return put_off_.load(); }
 

@@ -164,7 +164,7 @@ Expected<bool> GpuCopyQueue::try_few(std::span<const CopyJob> jobs, std::int64_t
   if (items_.size() > kFewItems) return false;
   std::copy(items_.begin(), items_.end(), few_.items);
   few_.count = static_cast<std::uint32_t>(items_.size());
-  few_.mark = ++kernel_.put;
+  few_.mark = static_cast<std::uint32_t>(++kernel_.put);
   void* arguments[] = {&few_};
   const auto blocks = std::min(static_cast<unsigned>(limits_.blocks), (few_.count + kFewWarps - 1) / kFewWarps);
   if (auto ok = gpu_->check(gpu_->driver().cuLaunchKernel(gpu_->copy_few(), blocks, 1, 1, kFewWarps * 32, 1, 1, 0, kernel_.stream,
@@ -287,29 +287,37 @@ Expected<void> GpuCopyQueue::launch(std::span<const CopyItem> items) {
 }
 
 Expected<void> GpuCopyQueue::mark(Lane& lane) {
-  return gpu_->check(
-      gpu_->driver().cuStreamWriteValue32(lane.stream, lane.word_address, ++lane.put, CU_STREAM_WRITE_VALUE_DEFAULT),
-      "a stream's mark");
+  return gpu_->check(gpu_->driver().cuStreamWriteValue32(lane.stream, lane.word_address, static_cast<std::uint32_t>(++lane.put),
+                                                         CU_STREAM_WRITE_VALUE_DEFAULT),
+                     "a stream's mark");
 }
 
 Expected<std::uint64_t> GpuCopyQueue::finished() {
   const std::uint64_t before = finished_;
-  for (; !started_.empty() && engine_.has(started_.front().engine) && kernel_.has(started_.front().kernel);
-       started_.pop_front()) {
+  for (; !started_.empty() && has(started_.front()); started_.pop_front()) {
     in_flight_ -= started_.front().bytes;
     ++finished_;
   }
-  if (started_.empty() || finished_ != before) {
+  if (started_.empty() || finished_ != before || ++quiet_polls_ == kQuietPolls) {
+    if (!started_.empty() && finished_ == before)
+      if (auto ok = look_for_errors(); !ok) return tl::unexpected(ok.error());
     quiet_polls_ = 0;
-    return finished_;
   }
-  if (++quiet_polls_ < kQuietPolls) return finished_;
-  quiet_polls_ = 0;
-  const Current here = gpu_->current();
-  for (const Lane* lane : {&engine_, &kernel_})
-    if (const CUresult result = gpu_->driver().cuStreamQuery(lane->stream); result != CUDA_ERROR_NOT_READY)
-      if (auto ok = gpu_->check(result, "copying from a peer"); !ok) return tl::unexpected(ok.error());
   return finished_;
+}
+
+Expected<void> GpuCopyQueue::look_for_errors() {
+  const Current here = gpu_->current();
+  bool idle = true;
+  for (const Lane* lane : {&engine_, &kernel_}) {
+    const CUresult result = gpu_->driver().cuStreamQuery(lane->stream);
+    idle &= result == CUDA_SUCCESS;
+    if (result != CUDA_ERROR_NOT_READY)
+      if (auto ok = gpu_->check(result, "copying from a peer"); !ok) return ok;
+  }
+  if (idle && !has(started_.front()))
+    return fail(Code::io, "the GPU has nothing to do, and has not said that copy {} is done", finished_ + 1);
+  return {};
 }
 
 void GpuCopyQueue::drain() {

@@ -6,8 +6,8 @@
 //         --few---> kernel stream: a kernel that has its list with it and writes `done` itself
 //
 // The streams write how far they are into pinned words, which `finished` reads: no system call, no lock, and nothing spins on the GPU.
-// Nothing of it waits for the peer: what was posted was computed before. So to drain takes as long as the bytes in flight do, whatever
-// the peer does.  Owner: a connection.  Thread: the transport's.
+// Nothing of it waits for the peer: what was posted was computed before. So to drain takes as long as the bytes in flight do, and as a kernel
+// waits for SMs that others have, whatever the peer does.  Owner: a connection.  Thread: the transport's.
 #pragma once
 
 #include <array>
@@ -26,6 +26,12 @@ struct CopyCounts {
   std::int64_t engine_calls = 0, kernel_launches = 0, items = 0;
   Bytes by_engine, by_kernel;
 };
+
+// A stream counts its marks in 32 bits, we in 64: how many of the `put` ones have come, by the word that it wrote last.
+// @pre less than 2^32 of them are under way
+constexpr std::uint64_t marks_done(std::uint64_t put, std::uint32_t word) {
+  return put - static_cast<std::uint32_t>(static_cast<std::uint32_t>(put) - word);
+}
 
 class GpuCopyQueue final : public shm::CopyQueue {
  public:
@@ -55,19 +61,18 @@ class GpuCopyQueue final : public shm::CopyQueue {
     CUstream stream = nullptr;
     volatile std::uint32_t* word = nullptr;  // pinned; the stream writes it
     CUdeviceptr word_address = 0;
-    std::uint32_t put = 0;
-    std::uint32_t done() const { return *word; }
-    bool has(std::uint32_t mark) const { return static_cast<std::int32_t>(done() - mark) >= 0; }
+    std::uint64_t put = 0;
+    bool has(std::uint64_t mark) const { return marks_done(put, *word) >= mark; }
   };
   // A kernel's list: worded in pinned memory, read in the GPU's. All of them are made with the queue: to pin memory takes a millisecond.
   struct List {
     CopyItem* pinned = nullptr;  // [kMostItems]
     CUdeviceptr device = 0;      // [kMostItems]
     CUevent uploaded = nullptr;
-    std::uint32_t mark = 0;  // of the kernel lane: then it is free again
+    std::uint64_t mark = 0;  // of the kernel lane: then it is free again
   };
   struct Started {
-    std::uint32_t engine = 0, kernel = 0;  // marks
+    std::uint64_t engine = 0, kernel = 0;  // marks
     Bytes bytes;
   };
 
@@ -82,6 +87,8 @@ class GpuCopyQueue final : public shm::CopyQueue {
   void append(const CopyJob& job);
   Expected<void> launch(std::span<const CopyItem> items);
   Expected<void> mark(Lane& lane);
+  bool has(const Started& start) const { return engine_.has(start.engine) && kernel_.has(start.kernel); }
+  Expected<void> look_for_errors();
 
   GpuPtr gpu_;
   CopyLimits limits_;

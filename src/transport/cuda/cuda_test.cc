@@ -222,12 +222,31 @@ TEST_F(CudaBeside, ARevokeWaitsAlsoWhereAnotherWriteOfTheTagWasRefused) {
 }
 
 TEST_F(CudaBeside, AStartThatFailsHalfWayLeavesNothingRunning) {
-  runs_ = {{Bytes(0), Bytes(0), Bytes(4096), 256, Bytes(8192), Bytes(8192)}, {Bytes(2 << 20), Bytes(2 << 20), Bytes(2 << 20)}};
+  runs_ = {{Bytes(0), Bytes(0), Bytes(8192), 256, Bytes(8192), Bytes(8192)}, {Bytes(2 << 20), Bytes(2 << 20), Bytes(2 << 20)}};
+  for (auto& run : runs_) ASSERT_EQ(choose(run).way, Way::engine);
   fake::hold();
   fake::fail_next("cuMemcpyAsync", CUDA_ERROR_INVALID_VALUE);  // of the second: the first is a 2-D copy
   write();
   ASSERT_TRUE(drive({&source_, &target_}, [&] { return target_.count<PeerDown>() == 1; }));
+  EXPECT_EQ(fake::calls("cuMemcpy2DAsync"), 1) << "the first had begun";
   EXPECT_EQ(fake::held(), 0U);
+}
+
+TEST_F(CudaBeside, ACopyThatIsNeverSaidToBeDoneIsNotWaitedForEver) {
+  fake::fail_next("cuStreamWriteValue32", CUDA_SUCCESS);  // the call does nothing
+  const PostId post = write();
+  ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr && target_.count<PeerDown>() == 1; }));
+  EXPECT_FALSE(outcome(post));
+  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("has not said that copy 1 is done"));
+}
+
+TEST(CudaCopies, MarksGoOnPast32Bits) {
+  constexpr std::uint64_t kRound = std::uint64_t{1} << 32;
+  EXPECT_EQ(marks_done(0, 0), 0U);
+  EXPECT_EQ(marks_done(7, 5), 5U);
+  EXPECT_EQ(marks_done(kRound + 3, 0xffffffff), kRound - 1);
+  EXPECT_EQ(marks_done(5 * kRound, 0), 5 * kRound);
+  EXPECT_EQ(marks_done((kRound >> 1) + 9, static_cast<std::uint32_t>((kRound >> 1) + 8)), (kRound >> 1) + 8);
 }
 
 TEST_F(CudaBeside, AFenceWaitsForCopies) {
@@ -293,12 +312,11 @@ TEST_F(CudaBeside, AFewPagesGoWithTheirKernel) {
 
 TEST_F(CudaBeside, AFewPagesThatTheDriverRefusesCostTheirPeer) {
   runs_ = {{Bytes(0), Bytes(0), Bytes(36'864)}};
-  fake::fail_next("cuLaunchKernel", CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
+  fake::fail_next("cuLaunchKernel", CUDA_ERROR_INVALID_VALUE);
   const PostId post = write();
   ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr && target_.count<PeerDown>() == 1; }));
   EXPECT_FALSE(outcome(post));
-  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message,
-              HasSubstr("the copy kernel, 9 items: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"));
+  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("the copy kernel, 9 items: CUDA_ERROR_INVALID_VALUE"));
 }
 
 TEST_F(CudaBeside, ProgressionsGoToTheEngineAndScatteredPagesToTheKernel) {

@@ -67,6 +67,7 @@ Expected<std::unique_ptr<Pins::Pin>> Pins::pin(const std::shared_ptr<const Gpu>&
   forget_gone();
   if (const auto at = overlapping(begin, end); at != entries_.end() && at->second.users == 0) {
     contexts_.free_some(std::numeric_limits<std::size_t>::max());
+    contexts_.wait_for_frees();
     forget_gone();
   }
   if (const auto at = overlapping(begin, end); at != entries_.end()) {

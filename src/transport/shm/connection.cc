@@ -1,5 +1,6 @@
 #include "kvloom/transport/shm/connection.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -43,13 +44,20 @@ void Connection::watch(const Fd& fd, std::uint64_t data) {
   epoll_ctl(around_.epoll.get(), EPOLL_CTL_ADD, fd.get(), &event);
 }
 
+// To close it is not enough: the socket that a descriptor stands for may have others.
+void Connection::unwatch(const Fd& fd) {
+  if (fd) epoll_ctl(around_.epoll.get(), EPOLL_CTL_DEL, fd.get(), nullptr);
+}
+
 void Connection::watch_room() {
-  if (outgoing_.is_blocked() == watches_room_) return;
-  watches_room_ = outgoing_.is_blocked();
+  if (outgoing_.is_blocked() == static_cast<bool>(room_watch_)) return;
+  unwatch(room_watch_);
+  room_watch_ = outgoing_.is_blocked() ? Fd(fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0)) : Fd();
+  if (!room_watch_) return;
   epoll_event event = {};
-  event.events = EPOLLIN | EPOLLRDHUP | (watches_room_ ? EPOLLOUT : 0u);
+  event.events = EPOLLOUT | EPOLLET;
   event.data.u64 = id_.value;
-  epoll_ctl(around_.epoll.get(), EPOLL_CTL_MOD, socket_.get(), &event);
+  epoll_ctl(around_.epoll.get(), EPOLL_CTL_ADD, room_watch_.get(), &event);
 }
 
 Expected<void> Connection::greet(std::span<const std::byte> hello) {
@@ -177,8 +185,8 @@ void Connection::close(Error reason) {
   incoming_.drain();
   // Forked children may hold copies of these descriptors: say it, do not only drop ours.
   shutdown(socket_.get(), SHUT_RDWR);
-  epoll_ctl(around_.epoll.get(), EPOLL_CTL_DEL, socket_.get(), nullptr);
-  if (death_watch_) epoll_ctl(around_.epoll.get(), EPOLL_CTL_DEL, death_watch_.get(), nullptr);
+  for (const Fd* fd : {&socket_, &death_watch_, &room_watch_}) unwatch(*fd);
+  room_watch_ = Fd();
   reason.scope = Scope::peer;
   outgoing_.fail_all(reason);
   if (tell) around_.events.emplace_back(PeerDown{id_, std::move(reason)});

@@ -62,7 +62,8 @@ class Connection {
   Expected<void> take(Received received);
   Expected<void> take_hello(const Received& hello);
   void watch(const Fd& fd, std::uint64_t data);
-  void watch_room();  // of the socket, where it is full
+  void unwatch(const Fd& fd);
+  void watch_room();
   void ring_bell();
 
   const PeerId id_;
@@ -70,6 +71,8 @@ class Connection {
   State state_ = State::greeting;
   Fd socket_;
   Fd death_watch_;
+  // The socket, while it takes nothing: told each time that the peer has read. (It may be writable all along: descriptors are counted as well.)
+  Fd room_watch_;
   Surroundings around_;
   SharedMemory outbox_memory_;
   OutboxView outbox_;
@@ -77,8 +80,7 @@ class Connection {
   OutboxView inbox_;
   Outgoing outgoing_;
   Incoming incoming_;
-  bool pumped_ = false;  // by the last turn
-  bool watches_room_ = false;
+  bool pumped_ = false;     // by the last turn
   std::uint32_t rung_ = 0;  // the peer's sleep that we rang for
 };
 

@@ -8,11 +8,12 @@ namespace kvloom::shm {
 
 namespace {
 
-constexpr std::size_t kMostJobs = 4096;           // of one flush
-constexpr std::uint64_t kAhead = 8;               // slots: what the peer has put, brought over before it is read
-constexpr std::size_t kMostSources = 4096;        // regions that a peer may offer
-constexpr std::int64_t kMostMapped = 1ll << 44;   // bytes of them: 16 TiB of addresses
-constexpr std::int64_t kSlotCharge = kSlotBytes;  // what a slot costs of a budget, so that slots without bytes end a poll as well
+constexpr std::size_t kMostJobs = 4096;          // of one flush
+constexpr std::uint64_t kAhead = 8;              // slots: what the peer has put, brought over before it is read
+constexpr std::size_t kMostSources = 4096;       // regions that a peer may offer
+constexpr std::int64_t kMostMapped = 1ll << 44;  // bytes of them: 16 TiB of addresses
+constexpr std::int64_t kCharge =
+    kSlotBytes;  // what a slot and a run cost of a budget, so that those of few bytes end a poll as well
 
 // A line that the peer reads in a loop is only touched when there is news.
 void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) {
@@ -164,7 +165,7 @@ Expected<void> Incoming::take_slot(Bytes& budget) {
     return ok;
   }
   ++taken_;
-  budget -= Bytes(kSlotCharge);
+  budget -= Bytes(kCharge);
   if (current_->parts_left == 0 && !partial_) return finish();
   if (jobs_.size() >= kMostJobs || end_ - begin_ >= queue_->batch().value) return flush();
   return {};
@@ -242,14 +243,14 @@ Expected<void> Incoming::take_base(const Slot& slot) {
                 Bytes(slot.run.source_step),   Bytes(slot.run.target_step)};
   current_->base = run;
   current_->in_slot = 0;
-  const auto length = [](const auto& memory) { return Bytes(static_cast<std::int64_t>(memory.size())); };
-  if (!current_->bounds.are_of(run)) current_->bounds = RunBounds(run, length(current_->from), length(current_->to));
+  if (!current_->bounds.are_of(run)) current_->bounds = RunBounds(run, current_->from_length(), current_->to_length());
   return {};
 }
 
 // False: it must not be copied.  @cost a few nanoseconds: no error is made where there is none
 bool Incoming::take_run(const Run& run, Bytes& budget) {
   --current_->parts_left;
+  budget -= Bytes(kCharge);
   if (current_->refused) return true;
   const auto sum = checked_add(current_->bytes, current_->bounds.total().value);
   if (!sum || !current_->bounds.hold(run.source_offset, run.target_offset)) return false;
@@ -259,8 +260,7 @@ bool Incoming::take_run(const Run& run, Bytes& budget) {
 }
 
 Error Incoming::why_not(const Run& run) const {
-  const auto length = [](const auto& memory) { return Bytes(static_cast<std::int64_t>(memory.size())); };
-  const auto total = check_run(run, length(current_->from), length(current_->to));
+  const auto total = check_run(run, current_->from_length(), current_->to_length());
   if (total) return {Code::overflow, Scope::peer, "the peer's write has more bytes than fit 64 bits"};
   return {total.error().code, Scope::peer, fmt::format("the peer's run: {}", total.error().message)};
 }

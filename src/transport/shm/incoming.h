@@ -79,6 +79,8 @@ class Incoming {
     std::vector<std::byte> payload;
     std::span<const std::byte> from;  // where the runs read
     std::span<std::byte> to;          // where they write
+    Bytes from_length() const { return Bytes(static_cast<std::int64_t>(from.size())); }
+    Bytes to_length() const { return Bytes(static_cast<std::int64_t>(to.size())); }
   };
 
   struct Told {  // an operation that is over as soon as its batch is

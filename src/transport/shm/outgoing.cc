@@ -73,6 +73,7 @@ Expected<std::uint64_t> Outgoing::room() const {
 }
 
 Expected<bool> Outgoing::pump(const Fd& socket) {
+  blocked_ = false;
   bool any = send_withdrawals(socket);
   while (put_ - collected_ < open_.size()) {
     auto more = put(open_[put_ - collected_], socket);
@@ -164,13 +165,14 @@ void Outgoing::put_runs(Operation& operation) {
 
 Sent Outgoing::say(const Fd& socket, const Message& message, std::span<const std::byte> tail, const Fd* fd) {
   const Sent sent = send(socket, message, tail, fd);
-  blocked_ = sent == Sent::full;
+  blocked_ |= sent == Sent::full;
   return sent;
 }
 
 bool Outgoing::send_withdrawals(const Fd& socket) {
   const std::size_t before = withdrawn_.size();
   std::erase_if(withdrawn_, [&](RegionId region) {
+    if (blocked_) return false;
     if (std::any_of(open_.begin(), open_.end(), [&](const Operation& o) { return !o.is_notice() && o.source == region; }))
       return false;
     if (!offered_.contains(region.value)) return true;

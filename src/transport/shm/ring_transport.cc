@@ -22,8 +22,9 @@ namespace {
 
 constexpr Bytes kMostLength{std::int64_t{1} << 46};
 constexpr int kSpins = 1000;  // about 20 us
-constexpr unsigned kDeafTurns =
-    64;  // at most, while rings have work: to ask the kernel for sockets takes longer than to look at all rings
+// To ask the kernel for sockets takes longer than to look at all rings. So while they have work: at most so many turns, of few bytes each.
+constexpr unsigned kDeafTurns = 64;
+constexpr Bytes kFewCopied{1 << 20};
 constexpr std::int64_t kQuanta = 2;  // of a poll's bytes one peer gets this part, before the next peer's turn
 
 // The key of a region, as it travels.
@@ -309,6 +310,7 @@ bool RingTransport::turn(Bytes budget) {
     read_sockets();
   }
   bool any = !events_.empty();
+  const Bytes begun = budget;
   first_ = order_.empty() ? 0 : (first_ + 1) % order_.size();
   const Bytes most(std::max<std::int64_t>(device_->abilities().copy_a_poll.value / kQuanta, 1));
   for (bool more = true; more && budget.value > 0;) {
@@ -321,6 +323,7 @@ bool RingTransport::turn(Bytes budget) {
       more |= quantum.value <= 0;
     }
   }
+  if (begun - budget > kFewCopied) deaf_turns_ = kDeafTurns;
   std::erase_if(order_, [&](std::uint64_t id) { return connections_.at(id)->state() == Connection::State::down; });
   std::erase_if(connections_, [](const auto& entry) { return entry.second->state() == Connection::State::down; });
   return any || !events_.empty();

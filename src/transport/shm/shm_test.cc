@@ -179,6 +179,7 @@ class Hostile {
   void send(const Message& message, const shm::Fd* fd = nullptr) {
     ASSERT_EQ(shm::send(socket_, message, {}, fd), shm::Sent::yes);
   }
+  Expected<std::optional<shm::Received>> receive() { return shm::receive(socket_); }
   void send_raw(std::span<const std::byte> bytes) {
     ASSERT_EQ(::send(socket_.get(), bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
   }
@@ -209,6 +210,7 @@ class Hostile {
     std::copy(distances.begin(), distances.end(), pack.distances.begin());
     put(std::bit_cast<Slot>(pack));
   }
+  void change_last(const shm::PackSlot& pack) { outbox_.put(outbox_.slot(outbox_.header().produced.load() - 1), pack); }
   shm::OutboxHeader& header() { return outbox_.header(); }
   shm::OutboxView outbox() { return outbox_; }
 
@@ -388,11 +390,42 @@ TEST_F(HostilePeer, CannotPackARunOutsideOfTheMemory) {
   hostile_->offer(1, Bytes(4096), 4096);
   hostile_->begin_write(0, 1, region_.id().value, 2);
   hostile_->put_run(0, 0, 1024);
-  memory_.assign(4096, std::byte{7});
   hostile_->put_pack(1, {{3, 4}}, 10);
   EXPECT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > 0; }));
   EXPECT_THAT(to_string(side_.all<PeerDown>()[0].reason),
               HasSubstr("target bytes [4096, 5120) are outside of the region's [0, 4096)"));
+  EXPECT_TRUE(std::all_of(memory_.begin() + 1024, memory_.end(), [](std::byte b) { return b == std::byte{7}; }));
+}
+
+// What a poll leaves of a slot is read again: what stands there then is checked anew.
+TEST_F(HostilePeer, CannotChangeASlotThatIsHalfTaken) {
+  for (const bool fewer : {true, false}) {
+    Hostile peer(side_.transport->address());
+    peer.greet();
+    const auto ups = side_.count<PeerUp>(), downs = side_.count<PeerDown>();
+    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > ups; }));
+    ASSERT_TRUE(side_.transport->admit(side_.all<PeerUp>().back().peer, kTag));
+    peer.offer(1, Bytes(4096), 4096);
+    peer.begin_write(0, 1, region_.id().value, 8);
+    peer.put_run(0, 0, 256);
+    peer.put_pack(7, {{0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}, {0, 6}, {0, 7}}, 8);
+    memory_.assign(4096, std::byte{7});
+    ASSERT_TRUE(drive({}, [&] {
+      side_.poll({.copy = Bytes(300)});
+      return memory_[3 * 256] == std::byte{0};
+    }));
+    ASSERT_EQ(memory_[6 * 256], std::byte{7}) << "it is half taken";
+    peer.change_last(fewer ? shm::PackSlot{static_cast<std::uint32_t>(SlotKind::pack), 1, 8, 8, 0, {}}
+                           : shm::PackSlot{static_cast<std::uint32_t>(SlotKind::pack),
+                                           7,
+                                           8,
+                                           8,
+                                           0,
+                                           {{{0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}}}});
+    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > downs; }));
+    EXPECT_THAT(to_string(side_.all<PeerDown>().back().reason), HasSubstr(fewer ? "packs 1 runs" : "are outside of the region"));
+    EXPECT_EQ(memory_[7 * 256], std::byte{7});
+  }
 }
 
 TEST_F(HostilePeer, CannotPackMoreThanFollows) {
@@ -433,6 +466,34 @@ TEST_F(HostilePeer, CannotSendANoticeOfAnyLength) {
   slot.notice = {kTag.value, std::uint64_t{1} << 40};
   hostile_->put(slot);
   EXPECT_THAT(verdict(), HasSubstr("the peer's notice has 1099511627776 bytes"));
+}
+
+TEST_F(HostilePeer, WhoReadsNoOffersIsWaitedForAsleep) {
+  meet();
+  constexpr std::size_t kRegions = 400;  // more offers than a socket holds
+  std::vector<Region> regions;
+  for (std::size_t i = 0; i < kRegions; ++i) {
+    regions.push_back(*side_.transport->allocate(Bytes(64)));
+    side_.transport->write({regions.back().id(), {peer_, RegionId(1), Bytes(64)}, kTag, {}});
+  }
+  const auto is_readable = [](int fd, int wait_ms) {
+    pollfd waiting{fd, POLLIN, 0};
+    return ::poll(&waiting, 1, wait_ms) == 1;
+  };
+  ASSERT_TRUE(drive({&side_}, [&] {
+    const auto fd = side_.transport->arm();
+    return fd && !is_readable(*fd, 0);
+  })) << "there is nothing to do, and it is not asleep";
+  std::size_t offers = 0;
+  const auto take = [&] {
+    for (auto message = hostile_->receive(); message && *message; message = hostile_->receive())
+      offers += (*message)->message.kind == Kind::offer ? 1u : 0u;
+    return offers;
+  };
+  const auto fd = side_.transport->arm();
+  EXPECT_LT(take(), kRegions);
+  EXPECT_TRUE(is_readable(*fd, 10'000)) << "the peer has read, and nobody heard";
+  EXPECT_TRUE(drive({&side_}, [&] { return take() == kRegions; }));
 }
 
 TEST_F(HostilePeer, CannotGreetTwice) {
