@@ -155,15 +155,19 @@ class HeldSession : public OpenSession {
     want_events();
     const Waiting waiting(*this);
     const auto until = std::chrono::steady_clock::now() + to_duration(std::min(at_most, 1e9));
+    std::vector<Event> taken;
+    bool rang = false;  // a signal's function has raised: events stay for the next call
     {
       const nb::gil_scoped_release free;
-      while (!closing_) {
+      while (!closing_ && !rang) {
         const auto left = until - std::chrono::steady_clock::now();
-        if (left <= left.zero() || events_.wait(std::min<std::chrono::nanoseconds>(left, kLook)) || signalled()) break;
+        if (left <= left.zero() || events_.wait(std::min<std::chrono::nanoseconds>(left, kLook))) break;
+        rang = signalled();
       }
+      if (!rang) taken = events_.take();
     }
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    return events_.take();
+    if (rang) throw nb::python_error();
+    return taken;
   }
   int fileno() const {
     want_events();
