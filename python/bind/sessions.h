@@ -123,6 +123,11 @@ class HeldSession : public OpenSession {
 
   // @pre the GIL
   void close() final {
+    if (carrier_->is_forked()) {
+      std::ignore = session_.release();  // its thread is not here
+      closing_ = true;
+      return;
+    }
     closing_ = true;
     {
       const nb::gil_scoped_release free;
@@ -135,6 +140,7 @@ class HeldSession : public OpenSession {
   // @error invalid_argument: it was closed
   template <class Call>
   auto call(Call call) {
+    carrier_->check_process();
     const std::shared_lock lock(use_);
     if (!session_ || closing_) refuse(Code::invalid_argument, "this session was closed");
     return call(*session_);
@@ -185,6 +191,7 @@ class HeldSession : public OpenSession {
 
  private:
   void want_events() const {
+    carrier_->check_process();  // a descriptor is shared with it
     if (!words_.events) refuse(Code::invalid_argument, "this session keeps no events: make it with events=True");
   }
   static bool signalled() {
