@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install_packages.sh build|bench|mutants|test: sees to it that the Debian packages for that job are there.
+# install_packages.sh build|bench|mutants|python|test: sees to it that the Debian packages for that job are there.
 # As root it installs what is missing; otherwise it says the one line to run, and fails if something is missing.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -9,15 +9,17 @@ build_packages=(g++ cmake make ninja-build ccache pkg-config libfmt-dev libexpec
   libflatbuffers-dev flatbuffers-compiler libzmq3-dev cppzmq-dev prometheus-cpp-dev)
 mutant_packages=("${build_packages[@]}" git patch)
 bench_packages=("${build_packages[@]}" libbenchmark-dev)
+python_packages=("${build_packages[@]}" python3 python3-dev python3-venv)
 test_packages=("${bench_packages[@]}" clang clang-format clang-tidy libclang-rt-14-dev libgtest-dev libgmock-dev librapidcheck-dev
-  python3 shellcheck git zsh fish)
+  python3 python3-dev python3-venv shellcheck git zsh fish)
 
 case "${1:-}" in
   build) wanted=("${build_packages[@]}") ;;
   mutants) wanted=("${mutant_packages[@]}") ;;
   bench) wanted=("${bench_packages[@]}") ;;
+  python) wanted=("${python_packages[@]}") ;;
   test) wanted=("${test_packages[@]}") ;;
-  *) echo "usage: install_packages.sh build|bench|mutants|test" >&2; exit 2 ;;
+  *) echo "usage: install_packages.sh build|bench|mutants|python|test" >&2; exit 2 ;;
 esac
 
 if ! command -v dpkg-query >/dev/null; then

@@ -37,17 +37,29 @@ void note_all(Ledger<Ended>& ledger, Events& events) {
 // ---- source ----
 
 Expected<std::unique_ptr<SourceSession>> SourceSession::make(SourceOptions options, Transport& transport, LocalCache cache,
-                                                             Sinks sinks) {
+                                                             Sinks sinks, Heard<SourceEvent> heard) {
   auto endpoint = SourceEndpoint::make(std::move(options), transport, std::move(cache), std::move(sinks));
   if (!endpoint) return tl::unexpected(endpoint.error());
-  return std::unique_ptr<SourceSession>(new SourceSession(std::move(*endpoint), transport));
+  return std::unique_ptr<SourceSession>(new SourceSession(std::move(*endpoint), transport, std::move(heard)));
 }
 
-SourceSession::SourceSession(std::unique_ptr<SourceEndpoint> endpoint, Transport& transport)
+SourceSession::SourceSession(std::unique_ptr<SourceEndpoint> endpoint, Transport& transport, Heard<SourceEvent> heard)
     : address_(endpoint->address()),
+      heard_(std::move(heard)),
       thread_(std::move(endpoint), transport, [this](std::vector<SourceEvent>& events) { note(events); }) {}
 
-void SourceSession::note(std::vector<SourceEvent>& events) { note_all<LayerReleased>(ledger_, events); }
+void SourceSession::note(std::vector<SourceEvent>& events) {
+  if (heard_) heard_(events);
+  note_all<LayerReleased>(ledger_, events);
+}
+
+std::size_t SourceSession::open() {
+  return thread_.ask([](SourceEndpoint& endpoint) { return endpoint.open(); });
+}
+
+SourceEndpoint::Counts SourceSession::counts() {
+  return thread_.ask([](SourceEndpoint& endpoint) { return endpoint.counts(); });
+}
 
 Expected<void> SourceSession::offer(const Offer& offer) {
   return thread_.ask([&](SourceEndpoint& endpoint) {
@@ -80,33 +92,55 @@ void SourceSession::cancel(const TransferKey& key, std::string why) {
   thread_.post([=, why = std::move(why)](SourceEndpoint& endpoint) { endpoint.cancel(key, why); });
 }
 
-Expected<void> SourceSession::wait_layer_released(const TransferKey& key, LayerId layer, std::chrono::nanoseconds at_most) {
-  return layer_of<SourceEnded>(ledger_.wait(key, at_most, layer_or_end<SourceEnded>(layer), "a layer's pages are still read"),
-                               layer);
+Expected<void> SourceSession::wait_layer_released(const TransferKey& key, LayerId layer, std::chrono::nanoseconds at_most,
+                                                  const Interrupt& interrupt) {
+  return layer_of<SourceEnded>(
+      ledger_.wait(key, at_most, layer_or_end<SourceEnded>(layer), "a layer's pages are still read", interrupt), layer);
 }
 
-Expected<SourceEnded> SourceSession::wait(const TransferKey& key, std::chrono::nanoseconds at_most) {
-  auto entry = ledger_.wait(key, at_most, kEnded, "still open");
+Expected<SourceEnded> SourceSession::wait(const TransferKey& key, std::chrono::nanoseconds at_most, const Interrupt& interrupt) {
+  auto entry = ledger_.wait(key, at_most, kEnded, "still open", interrupt);
   if (!entry) return tl::unexpected(entry.error());
   return std::move(*entry->ended);
 }
 
-Expected<void> SourceSession::wait_released(const TransferKey& key, std::chrono::nanoseconds at_most) {
-  return ledger_.wait(key, at_most, kReleased, "its pages are still read").map([](const auto&) {});
+Expected<void> SourceSession::wait_released(const TransferKey& key, std::chrono::nanoseconds at_most,
+                                            const Interrupt& interrupt) {
+  return ledger_.wait(key, at_most, kReleased, "its pages are still read", interrupt).map([](const auto&) {});
 }
 
 // ---- target ----
 
-Expected<std::unique_ptr<TargetSession>> TargetSession::make(TargetOptions options, Transport& transport, Sinks sinks) {
+Expected<std::unique_ptr<TargetSession>> TargetSession::make(TargetOptions options, Transport& transport, Sinks sinks,
+                                                             Heard<TargetEvent> heard) {
   auto endpoint = TargetEndpoint::make(std::move(options), transport, std::move(sinks));
   if (!endpoint) return tl::unexpected(endpoint.error());
-  return std::unique_ptr<TargetSession>(new TargetSession(std::move(*endpoint), transport));
+  return std::unique_ptr<TargetSession>(new TargetSession(std::move(*endpoint), transport, std::move(heard)));
 }
 
-TargetSession::TargetSession(std::unique_ptr<TargetEndpoint> endpoint, Transport& transport)
-    : thread_(std::move(endpoint), transport, [this](std::vector<TargetEvent>& events) { note(events); }) {}
+TargetSession::TargetSession(std::unique_ptr<TargetEndpoint> endpoint, Transport& transport, Heard<TargetEvent> heard)
+    : heard_(std::move(heard)),
+      thread_(std::move(endpoint), transport, [this](std::vector<TargetEvent>& events) { note(events); }) {}
 
-void TargetSession::note(std::vector<TargetEvent>& events) { note_all<LayerLanded>(ledger_, events); }
+void TargetSession::note(std::vector<TargetEvent>& events) {
+  if (heard_) heard_(events);
+  note_all<LayerLanded>(ledger_, events);
+}
+
+void TargetSession::forget(GeometryId geometry) {
+  thread_.ask([&](TargetEndpoint& endpoint) {
+    endpoint.forget(geometry);
+    return true;
+  });
+}
+
+std::size_t TargetSession::open() {
+  return thread_.ask([](TargetEndpoint& endpoint) { return endpoint.open(); });
+}
+
+Bytes TargetSession::covered(const TransferKey& key) {
+  return thread_.ask([&](TargetEndpoint& endpoint) { return endpoint.covered(key); });
+}
 
 void TargetSession::run_on_thread(const std::function<void()>& work) {
   thread_.ask([&](TargetEndpoint&) {
@@ -132,18 +166,21 @@ void TargetSession::cancel(const TransferKey& key, std::string why) {
   thread_.post([=, why = std::move(why)](TargetEndpoint& endpoint) { endpoint.cancel(key, why); });
 }
 
-Expected<void> TargetSession::wait_layer(const TransferKey& key, LayerId layer, std::chrono::nanoseconds at_most) {
-  return layer_of<TargetEnded>(ledger_.wait(key, at_most, layer_or_end<TargetEnded>(layer), "a layer has not landed"), layer);
+Expected<void> TargetSession::wait_layer(const TransferKey& key, LayerId layer, std::chrono::nanoseconds at_most,
+                                         const Interrupt& interrupt) {
+  return layer_of<TargetEnded>(ledger_.wait(key, at_most, layer_or_end<TargetEnded>(layer), "a layer has not landed", interrupt),
+                               layer);
 }
 
-Expected<TargetEnded> TargetSession::wait(const TransferKey& key, std::chrono::nanoseconds at_most) {
-  auto entry = ledger_.wait(key, at_most, kEnded, "still open");
+Expected<TargetEnded> TargetSession::wait(const TransferKey& key, std::chrono::nanoseconds at_most, const Interrupt& interrupt) {
+  auto entry = ledger_.wait(key, at_most, kEnded, "still open", interrupt);
   if (!entry) return tl::unexpected(entry.error());
   return std::move(*entry->ended);
 }
 
-Expected<void> TargetSession::wait_released(const TransferKey& key, std::chrono::nanoseconds at_most) {
-  return ledger_.wait(key, at_most, kReleased, "its pages are in quarantine still").map([](const auto&) {});
+Expected<void> TargetSession::wait_released(const TransferKey& key, std::chrono::nanoseconds at_most,
+                                            const Interrupt& interrupt) {
+  return ledger_.wait(key, at_most, kReleased, "its pages are in quarantine still", interrupt).map([](const auto&) {});
 }
 
 }  // namespace kvloom

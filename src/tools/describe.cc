@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "kvloom/tools/documents.h"
 #include "kvloom/tools/job.h"
 #include "kvloom/tools/print.h"
 #include "kvloom/tools/verb.h"
@@ -81,11 +82,16 @@ Capacity capacity(const Side& side, std::int64_t memory) {
   return out;
 }
 
-Expected<void> check_length(const char* option, const Side& side, const Job& job) {
+Expected<void> check_one_length(const char* option, const Side& side, const Job& job) {
   for (const GroupSide& group : side.groups())
     if (group.tokens.needs_total() && !job.tokens)
       return fail(Code::invalid_argument, "{}: zigzag and blocked cut the request's length: say --tokens T", option);
   return {};
+}
+
+Expected<void> check_length(const Job& job) {
+  if (auto ok = check_one_length("--prefill", *job.prefill, job); !ok) return ok;
+  return check_one_length("--decode", *job.decode, job);
 }
 
 // ---- JSON ----
@@ -281,8 +287,7 @@ void print_side(std::FILE* out, const char* name, const Side& side, std::int64_t
 Expected<ExitCode> describe(const Context& context, const DescribeWords& words) {
   const auto job = make_job(words.job);
   if (!job) return tl::unexpected(job.error());
-  if (auto ok = check_length("--prefill", *job->prefill, *job); !ok) return tl::unexpected(ok.error());
-  if (auto ok = check_length("--decode", *job->decode, *job); !ok) return tl::unexpected(ok.error());
+  if (auto ok = check_length(*job); !ok) return tl::unexpected(ok.error());
   if (words.json) {
     fmt::print(context.out, "{}\n", describe_json(*job, words.memory).dump(2));
     return kFine;
@@ -294,6 +299,11 @@ Expected<ExitCode> describe(const Context& context, const DescribeWords& words) 
 }
 
 }  // namespace
+
+Expected<std::string> describe_document(const Job& job, std::int64_t memory) {
+  if (auto ok = check_length(job); !ok) return tl::unexpected(ok.error());
+  return describe_json(job, memory).dump();
+}
 
 void add_describe(CLI::App& app, Context& context) {
   auto words = std::make_shared<DescribeWords>();  // shared by the options and the body

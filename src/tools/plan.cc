@@ -13,6 +13,7 @@
 #include "kvloom/plan/compile.h"
 #include "kvloom/plan/explain.h"
 #include "kvloom/plan/text.h"
+#include "kvloom/tools/documents.h"
 #include "kvloom/tools/html.h"
 #include "kvloom/tools/job.h"
 #include "kvloom/tools/measure.h"
@@ -85,9 +86,9 @@ Expected<Planned> make_plan(const PlanWords& words) {
   return Planned{std::move(*job), std::move(timed->first), timed->second, std::nullopt, {}};
 }
 
-Expected<void> count_paths(Planned& planned, const PlanWords& words) {
+Expected<void> count_paths(Planned& planned, const std::string& words) {
   if (planned.job.tokens) {
-    auto tables = make_tables(planned.plan, *planned.job.tokens, words.tables);
+    auto tables = make_tables(planned.plan, *planned.job.tokens, words);
     if (!tables) return tl::unexpected(tables.error());
     planned.tables = std::move(*tables);
   }
@@ -302,7 +303,7 @@ Expected<void> print_result(const Context& context, Planned& planned, const Plan
     if (!tables) return tl::unexpected(tables.error());
     return print_runs(context.out, planned, *tables);
   }
-  if (auto ok = count_paths(planned, words); !ok) return ok;
+  if (auto ok = count_paths(planned, words.tables); !ok) return ok;
   if (words.json)
     fmt::print(context.out, "{}\n", plan_json(planned).dump(2));
   else
@@ -312,7 +313,7 @@ Expected<void> print_result(const Context& context, Planned& planned, const Plan
 
 Expected<void> write_picture(const Context& context, Planned& planned, const PlanWords& words) {
   if (planned.paths.empty())
-    if (auto ok = count_paths(planned, words); !ok) return ok;
+    if (auto ok = count_paths(planned, words.tables); !ok) return ok;
   if (auto ok = write_file(words.html, plan_html(planned.plan, planned.paths,
                                                  planned.job.tokens ? std::optional(planned.job.range()) : std::nullopt));
       !ok)
@@ -343,6 +344,14 @@ Expected<ExitCode> plan(const Context& context, const PlanWords& words) {
 }
 
 }  // namespace
+
+Expected<std::string> plan_document(const Job& job, const Plan& plan, const std::string& tables) {
+  Planned planned{job, plan, 0, std::nullopt, {}};
+  if (auto ok = count_paths(planned, tables); !ok) return tl::unexpected(ok.error());
+  Json out = plan_json(planned);
+  out.erase("compile_ns");
+  return out.dump();
+}
 
 void add_plan(CLI::App& app, Context& context) {
   auto words = std::make_shared<PlanWords>();  // shared by the options and the body
