@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test.sh: everything that has to hold. The last line is `N passed, M failed` over all checks and test cases.
 # Scripts and formatting; a build with ASan, UBSan and warnings as errors; clang-tidy; all tests, the end-to-end and install tests
-# among them; ThreadSanitizer for the folders that have threads; a minute of fuzzing.
+# among them; ThreadSanitizer for the folders that have threads; a minute of fuzzing; the Python package in a wheel of its own.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -39,12 +39,21 @@ if step "Build of ${threaded[*]} with ThreadSanitizer" tsan; then
   run_tests tsan -L "^($(IFS='|'; echo "${tsan_targets[*]}"))\$" -E '^(Loopback|Faulty|All/CopyKernels|Endpoints|Cases|ControlServer|Seen|Pace)' || true
 fi
 
+# Scripts that close with a count of their own: it is added to ours.
+counted() { # COMMAND...
+  local log="build-asan/${1##*/}.log" ended=0 words its_passed its_failed
+  "$@" | tee "$log" || ended=1
+  words="$(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$log" | tail -n 1)"
+  read -r its_passed its_failed <<<"${words:-0 $ended}"
+  passed=$((passed + its_passed))
+  failed=$((failed + its_failed))
+}
+
 say "A minute of fuzzing"
-if scripts/fuzz.sh "${KVLOOM_FUZZ_SECONDS:-60}" | tee build-asan/fuzz.log; then fuzz_failed=0; else fuzz_failed=1; fi
-counted="$(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' build-asan/fuzz.log | tail -n 1)"
-read -r fuzz_passed fuzz_failed <<<"${counted:-0 $fuzz_failed}"
-passed=$((passed + fuzz_passed))
-failed=$((failed + fuzz_failed))
+counted scripts/fuzz.sh "${KVLOOM_FUZZ_SECONDS:-60}"
+
+say "The Python package"
+counted scripts/test_python.sh
 
 say "All of it took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 close_count
