@@ -131,6 +131,6 @@ struct Gate {
 std::shared_ptr<Carrier> open_cuda(const std::string& listen, int device, bool allocate_on_host);  // @error unsupported
 std::shared_ptr<DeviceWork> record_work(const Carrier& carrier, std::uintptr_t stream);  // @error unsupported: no GPU's transport
 std::shared_ptr<LayerGate> make_gate(const Carrier& carrier);
-void wait_at(const LayerGate& gate, std::uintptr_t stream, LayerId layer);
+void wait_at(LayerGate& gate, std::uintptr_t stream, LayerId layer);
 
 }  // namespace kvloom::python

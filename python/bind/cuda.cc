@@ -35,8 +35,8 @@ std::shared_ptr<DeviceWork> record_work(const Carrier& carrier, std::uintptr_t s
 
 std::shared_ptr<LayerGate> make_gate(const Carrier& carrier) { return take(cuda::StreamGate::make(gpu_of(carrier))); }
 
-void wait_at(const LayerGate& gate, std::uintptr_t stream, LayerId layer) {
-  take(dynamic_cast<const cuda::StreamGate&>(gate).wait(stream_of(stream), layer));
+void wait_at(LayerGate& gate, std::uintptr_t stream, LayerId layer) {
+  take(dynamic_cast<cuda::StreamGate&>(gate).wait(stream_of(stream), layer));
 }
 
 }  // namespace kvloom::python
