@@ -66,7 +66,7 @@ clean_install() { # PYTHON VERSION
 install() { # VERSION
   local wheel
   wheel="$(ls "$here/dist-$1"/*.whl)"
-  "$here/venv-$1/bin/pip" install -q "./$wheel[proxy,test]" &&
+  "$here/venv-$1/bin/pip" install -q "./${wheel}[proxy,test]" &&
     "$here/venv-$1/bin/pip" install -q --no-index --no-deps --force-reinstall "./$wheel"
 }
 
