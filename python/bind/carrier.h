@@ -100,12 +100,12 @@ struct Lent {
   std::shared_ptr<Carrier> carrier;
   Region region;
   bool allocated = false;  // by the transport
-  bool on_device = false;  // its memory is the GPU's
+  std::optional<int> gpu;  // whose memory it is; none: the host's
   nb::ndarray<> memory;    // that was registered, held by its DLPack capsule or buffer; else none
   nb::object owner;        // of memory that was registered by its address; may be none
 
-  Lent(std::shared_ptr<Carrier> of, Region made, bool was_allocated, bool is_on_device)
-      : carrier(std::move(of)), region(std::move(made)), allocated(was_allocated), on_device(is_on_device) {}
+  Lent(std::shared_ptr<Carrier> of, Region made, bool was_allocated, std::optional<int> of_gpu)
+      : carrier(std::move(of)), region(std::move(made)), allocated(was_allocated), gpu(of_gpu) {}
   Lent(const Lent&) = delete;
   Lent& operator=(const Lent&) = delete;
   ~Lent() {
@@ -113,7 +113,11 @@ struct Lent {
       new Region(std::move(region));  // for ever
       return;
     }
-    const nb::gil_scoped_release free;
+    take_back();
+  }
+  // Ends the loan; its memory may go then.  @pre the GIL
+  void take_back() {
+    const FreeGil free;
     carrier->use([&](Transport&) { return std::exchange(region, Region()).length(); });
   }
 };
@@ -131,6 +135,7 @@ struct Gate {
 std::shared_ptr<Carrier> open_cuda(const std::string& listen, int device, bool allocate_on_host);  // @error unsupported
 std::shared_ptr<DeviceWork> record_work(const Carrier& carrier, std::uintptr_t stream);  // @error unsupported: no GPU's transport
 std::shared_ptr<LayerGate> make_gate(const Carrier& carrier);
+std::optional<int> gpu_at(const Carrier& carrier, std::uintptr_t address);  // whose memory is there; none: the host's
 void wait_at(LayerGate& gate, std::uintptr_t stream, LayerId layer);
 
 }  // namespace kvloom::python

@@ -35,6 +35,18 @@ std::shared_ptr<DeviceWork> record_work(const Carrier& carrier, std::uintptr_t s
 
 std::shared_ptr<LayerGate> make_gate(const Carrier& carrier) { return take(cuda::StreamGate::make(gpu_of(carrier))); }
 
+std::optional<int> gpu_at(const Carrier& carrier, std::uintptr_t address) {
+  const auto* transport = dynamic_cast<const CudaTransport*>(&carrier.transport());
+  if (transport == nullptr) return std::nullopt;
+  const cuda::Gpu& gpu = *transport->gpu_owner();
+  const cuda::Current here = gpu.current();
+  unsigned type = 0;  // CUmemorytype; 0: the driver does not know it
+  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE};
+  void* values[] = {&type};
+  const bool known = gpu.driver().cuPointerGetAttributes(1, names, values, address) == CUDA_SUCCESS;
+  return known && (type == CU_MEMORYTYPE_DEVICE || type == CU_MEMORYTYPE_UNIFIED) ? std::optional(gpu.ordinal()) : std::nullopt;
+}
+
 void wait_at(LayerGate& gate, std::uintptr_t stream, LayerId layer) {
   take(dynamic_cast<cuda::StreamGate&>(gate).wait(stream_of(stream), layer));
 }

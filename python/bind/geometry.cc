@@ -28,7 +28,8 @@ void bind_shape(nb::module_& m) {
                    "kind"_a, "tokens"_a)
       .def_ro("kind", &Window::kind, "Sliding or chunked.")
       .def_ro("tokens", &Window::tokens, "Its length, tokens.")
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"));
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const Window& of) { return of.tokens; });
   nb::class_<PlaneShape>(m, "PlaneShape",
                          "One of the parts that a token's row is made of: k and v; latent; index keys and their scales.")
       .def(nb::new_([](std::string name, std::int64_t bytes, std::int64_t element_bytes) {
@@ -40,7 +41,8 @@ void bind_shape(nb::module_& m) {
       .def_ro("name", &PlaneShape::name, "Unique within the group.")
       .def_ro("bytes", &PlaneShape::bytes, "Bytes per token and head.")
       .def_ro("element_bytes", &PlaneShape::element_bytes, "Bytes of one content element.")
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"));
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const PlaneShape& of) { return std::hash<std::string>()(of.name); });
   nb::class_<CacheGroup>(m, "CacheGroup",
                          "Layers whose caches have the same heads and planes, so that one address formula serves all.")
       .def(nb::new_([](std::string name, const std::vector<std::int32_t>& layers, std::int32_t heads,
@@ -60,7 +62,8 @@ void bind_shape(nb::module_& m) {
       .def_prop_ro(
           "row_bytes", [](const CacheGroup& group) { return group.row_bytes().value; },
           "Bytes of one layer for one token (state: one request), all heads.")
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"));
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const CacheGroup& of) { return std::hash<std::string>()(of.name); });
   nb::class_<CacheShape>(m, "CacheShape", "Which caches a model has: a list of cache groups.")
       .def(nb::new_([](std::string model, std::int32_t layers, std::vector<CacheGroup> groups) {
              return take(CacheShape::make(std::move(model), layers, std::move(groups)));
@@ -78,6 +81,7 @@ void bind_shape(nb::module_& m) {
           "bytes_per_request", [](const CacheShape& shape) { return shape.bytes_per_request().value; },
           "Bytes of all state groups for one request.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const CacheShape& of) { return of.bytes_per_token().value; })
       .def("__repr__", [](const CacheShape& shape) {
         return fmt::format("<CacheShape {}: {} layers, {} groups, {} B a token>", shape.model(), shape.layers(),
                            shape.groups().size(), shape.bytes_per_token().value);
@@ -112,7 +116,8 @@ void bind_layout(nb::module_& m) {
       .def_ro("bytes", &PlaneLayout::bytes, "Per slot and head, bytes.")
       .def_ro("content_stride", &PlaneLayout::content_stride, "From element to element, bytes; 0: the content is contiguous.")
       .def_ro("element_bytes", &PlaneLayout::element_bytes, "Of one element, bytes.")
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"));
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const PlaneLayout& of) { return std::hash<std::string>()(of.name); });
   nb::class_<PageLayout>(m, "PageLayout", "Where in a page of one rank's tensor of (group, layer) each byte lies.")
       .def_static(
           "make",
@@ -149,7 +154,8 @@ void bind_layout(nb::module_& m) {
       .def_prop_ro(
           "plane_layouts", [](const PageLayout& layout) { return layout.planes(); }, "Each plane's place.")
       .def_prop_ro("payload", &PageLayout::payload, "Bytes that one page holds of this rank's data, padding not counted.")
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"));
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const PageLayout& of) { return of.page_stride(); });
 }
 
 void bind_sets(nb::module_& m) {
@@ -165,6 +171,7 @@ void bind_sets(nb::module_& m) {
            "Members below `index`: also the position of a member within the set.")
       .def("__contains__", &StridedSet::contains, "index"_a)
       .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const StridedSet& of) { return std::hash<std::string>()(to_string(of)); })
       .def("__str__", [](const StridedSet& set) { return to_string(set); })
       .def("__repr__", [](const StridedSet& set) { return fmt::format("StridedSet('{}')", to_string(set)); });
   nb::class_<Sharding>(
@@ -178,6 +185,7 @@ void bind_sets(nb::module_& m) {
       .def_prop_ro("cp", &Sharding::cp, "Prefill context parallel ranks.")
       .def_prop_ro("pp", &Sharding::pp, "Pipeline stages.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object) -> bool"))
+      .def("__hash__", [](const Sharding& of) { return std::hash<std::string>()(to_string(of)); })
       .def("__str__", [](const Sharding& sharding) { return to_string(sharding); })
       .def("__repr__", [](const Sharding& sharding) { return fmt::format("Sharding('{}')", to_string(sharding)); });
 }
@@ -274,7 +282,9 @@ void bind_side(nb::module_& m) {
           "columns",
           [](const Side& side, const std::string& group, std::int32_t rank, std::int64_t tokens,
              std::optional<std::int64_t> total) {
-            if (tokens < 0) refuse(Code::invalid_argument, "columns for {} tokens: wanted 0 or more", tokens);
+            check_tokens(tokens, "tokens");
+            if (total && *total < tokens) refuse(Code::invalid_argument, "{} tokens of a request of {}", tokens, *total);
+            if (total) check_tokens(*total, "total");
             const auto index = static_cast<std::size_t>(group_index(side, group));
             return columns_needed(side.groups()[index], checked(side, rank), tokens, total.value_or(tokens));
           },

@@ -39,13 +39,14 @@ void check(const GroupSide& side, Rank rank, LayerId layer, std::size_t bytes, c
 std::pair<std::uint64_t, std::int64_t> sum(const Side& side, const std::string& group, std::int32_t rank, std::int32_t layer,
                                            const Tensor& tensor, nb::handle page_ids, const RangeWords& words,
                                            std::optional<std::int64_t> total) {
-  const TokenRange range = to_range(words);
+  const TokenRange range = to_bounded_range(words);
   const auto pages = to_pages(page_ids);
   const GroupSide& of = side.groups()[static_cast<std::size_t>(group_index(side, group))];
   const std::int64_t length = total.value_or(range.end);
+  check_tokens(length, "total");
   check(of, checked(side, rank), LayerId(layer), tensor.nbytes(), pages, range, length);
   const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(tensor.data()), tensor.nbytes());
-  const nb::gil_scoped_release free;
+  const FreeGil free;
   const Checksum out = checksum(of, Rank(rank), LayerId(layer), bytes, pages, range.begin, range.end, length);
   return {out.sum, out.rows};
 }

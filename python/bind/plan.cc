@@ -53,10 +53,12 @@ void bind_path(nb::module_& m) {
           "Bytes of one token and layer: planes x heads of this path.")
       .def(
           "bytes",
-          [](const HeldPath& held, const RangeWords& range) { return held.plan->bytes(held.path, to_range(range)).value; },
+          [](const HeldPath& held, const RangeWords& range) {
+            return held.plan->bytes(held.path, to_bounded_range(range)).value;
+          },
           "range"_a,
           "Bytes that it moves for the tokens `range` = (prefix, total), all its layers. An upper bound where a side's rule is "
-          "`value`.")
+          "`value`. Raises InvalidArgument: no total.")
       .def("__repr__", repr);
 }
 

@@ -131,7 +131,8 @@ void bind_common(nb::class_<Held>& c, const char* enter) {
       .def("poll", &Held::poll, "at_most"_a = 0.0,
            "What happened since the last poll, in order; with nothing there, waits up to `at_most` seconds for something. Each "
            "event comes once, to "
-           "one caller. Any thread. Raises InvalidArgument: made without events=True.")
+           "one caller. Any thread. After close() what is left comes too.\n\nRaises InvalidArgument: made without events=True, "
+           "or closed, so that nothing will come; Cancelled: closed while it waited.")
       .def("fileno", &Held::fileno,
            "A descriptor that is readable while poll() has something: for select, selectors or asyncio's add_reader.")
       .def("metrics", &Held::metrics, WithoutGil(), "Prometheus text, version 0.0.4 (docs/operating.md lists the names).")
@@ -206,7 +207,7 @@ void bind_source(nb::module_& m) {
           [](Source& source, const TransferKey& key, const nb::bytes& data) {
             const auto* begin = static_cast<const std::byte*>(data.data());
             std::vector<std::byte> bytes(begin, begin + data.size());
-            const nb::gil_scoped_release free;
+            const FreeGil free;
             take(source.call([&](SourceSession& session) { return session.payload(key, std::move(bytes)); }));
           },
           "key"_a, "data"_a, "Up to 64 KiB that ride with completion (first token, log-probabilities). Raises InvalidArgument.")
@@ -262,7 +263,7 @@ class Target : public HeldSession<TargetSession, TargetEvent> {
     if (cache.carrier && cache.carrier != carrier_)
       refuse(Code::invalid_argument, "the cache lies in regions of another transport than this session's");
     const GeometryId geometry = [&] {
-      const nb::gil_scoped_release free;
+      const FreeGil free;
       return take(call([&](TargetSession& session) { return session.describe(cache.cache); }));
     }();
     keep(cache);
@@ -392,9 +393,10 @@ void OpenSession::close_all() {
   // Whoever is closed stays alive while the GIL is not ours.
   while (const nb::object open = next([](const OpenSession* session) { return !session->closed(); })) open.attr("close")();
   while (next([](const OpenSession* session) { return session->waited_in(); })) {
-    const nb::gil_scoped_release free;
+    const FreeGil free;
     std::this_thread::yield();
   }
+  end_python();
 }
 
 void bind_session(nb::module_& m) {

@@ -78,8 +78,8 @@ class OpenSession {
 
   virtual void close() = 0;
   virtual bool closed() const = 0;
-  virtual nb::object self() = 0;  // Python's object
-  bool waited_in() const { return waiting_ > 0; }
+  virtual nb::object self() = 0;                                           // Python's object
+  bool waited_in() const { return waiting_ > 0 && getpid() == process_; }  // a forked child has not who waits
 
   static void close_all();  // for Python's atexit
 
@@ -99,6 +99,7 @@ class OpenSession {
  private:
   static std::set<OpenSession*>& all();
   int waiting_ = 0;
+  pid_t process_ = getpid();
 };
 
 template <class Session, class Event>
@@ -106,6 +107,7 @@ class HeldSession : public OpenSession {
  public:
   HeldSession(std::shared_ptr<Carrier> carrier, const SinkWords& words)
       : carrier_(std::move(carrier)), words_(words), metrics_(words.side, words.rank) {
+    if (words.events && events_.fd() < 0) refuse(Code::exhausted, "no descriptor for a session's events: see ulimit -n");
     if (words.trace) trace_.emplace(fmt::format("{} rank {}", words.side, words.rank.value), static_cast<std::int64_t>(getpid()));
   }
   ~HeldSession() override { HeldSession::close(); }
@@ -113,7 +115,7 @@ class HeldSession : public OpenSession {
   // `make(Transport&, Sinks, Heard<Event>)`.
   template <class Make>
   void start(Make make) {
-    const nb::gil_scoped_release free;
+    const FreeGil free;
     session_ = take(carrier_->start([&](Transport& transport) {
       Heard<Event> heard;
       if (words_.events) heard = [this](std::span<const Event> events) { events_.push(events); };
@@ -130,7 +132,7 @@ class HeldSession : public OpenSession {
     }
     closing_ = true;
     {
-      const nb::gil_scoped_release free;
+      const FreeGil free;
       const std::unique_lock lock(use_);
       if (session_) carrier_->stop(session_);
     }
@@ -142,37 +144,45 @@ class HeldSession : public OpenSession {
   auto call(Call call) {
     carrier_->check_process();
     const std::shared_lock lock(use_);
-    if (!session_ || closing_) refuse(Code::invalid_argument, "this session was closed");
+    check_open();
     return call(*session_);
   }
   // A call that waits, and ends early where the session is closed or a signal's function has raised.  @pre the GIL
   template <class Wait>
   auto wait(Wait wait) {
+    check_open();
     const Waiting waiting(*this);
     auto out = [&] {
-      const nb::gil_scoped_release free;
+      const FreeGil free;
       return call([&](Session& session) { return wait(session, Interrupt([this] { return closing_ || signalled(); })); });
     }();
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return take(std::move(out));
   }
-  // @error invalid_argument: events were not wished for.  @pre the GIL
+  // What there is, after close() too: then there is nothing to wait for.
+  // @error invalid_argument: events were not wished for, or would be waited for after close(); cancelled: closed meanwhile.  @pre the GIL
   std::vector<Event> poll(double at_most) {
     want_events();
-    const Waiting waiting(*this);
     const auto until = std::chrono::steady_clock::now() + to_duration(std::min(at_most, 1e9));
-    std::vector<Event> taken;
+    std::vector<Event> taken = [this] {
+      const FreeGil free;
+      return events_.take();
+    }();
+    if (!taken.empty() || at_most <= 0) return taken;
+    check_open();
+    const Waiting waiting(*this);
     bool rang = false;  // a signal's function has raised: events stay for the next call
     {
-      const nb::gil_scoped_release free;
-      while (!closing_ && !rang) {
+      const FreeGil free;
+      while (taken.empty() && !closing_ && !rang) {  // another caller may be faster
         const auto left = until - std::chrono::steady_clock::now();
-        if (left <= left.zero() || events_.wait(std::min<std::chrono::nanoseconds>(left, kLook))) break;
-        rang = signalled();
+        if (left <= left.zero()) break;
+        if (events_.wait(std::min<std::chrono::nanoseconds>(left, kLook))) taken = events_.take();
+        if (taken.empty()) rang = signalled();
       }
-      if (!rang) taken = events_.take();
     }
     if (rang) throw nb::python_error();
+    if (taken.empty() && closing_) refuse(Code::cancelled, "this session was closed while somebody waited for its events");
     return taken;
   }
   int fileno() const {
@@ -182,8 +192,12 @@ class HeldSession : public OpenSession {
 
   // A region belongs to one transport, and stands as long as a session's cache lies in it.  @pre the GIL
   void keep(const HeldCache& cache) { regions_.insert(regions_.end(), cache.regions.begin(), cache.regions.end()); }
-  std::string metrics() const { return metrics_.text(); }
+  std::string metrics() const {
+    carrier_->check_process();  // a lock of the parent's threads may be held for ever in a child
+    return metrics_.text();
+  }
   std::string trace() const {
+    carrier_->check_process();
     if (!trace_) refuse(Code::invalid_argument, "this session keeps no trace: make it with trace=True");
     return trace_->json();
   }
@@ -193,6 +207,9 @@ class HeldSession : public OpenSession {
   void want_events() const {
     carrier_->check_process();  // a descriptor is shared with it
     if (!words_.events) refuse(Code::invalid_argument, "this session keeps no events: make it with events=True");
+  }
+  void check_open() const {
+    if (closing_) refuse(Code::invalid_argument, "this session was closed");
   }
   static bool signalled() {
     const nb::gil_scoped_acquire gil;

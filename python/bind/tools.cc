@@ -20,33 +20,35 @@ int run_main(std::vector<std::string> words) {
 }
 
 std::string picture(const Plan& plan, const RangeWords& words, const std::string& tables) {
-  if (!words || !words->second) return plan_html(plan, take(measure(plan, nullptr, {})), std::nullopt);
-  const TokenRange range = to_range(words);
+  if (!words) return plan_html(plan, take(measure(plan, nullptr, {})), std::nullopt);
+  const TokenRange range = to_bounded_range(words);
   const RequestTables made = take(make_tables(plan, range.end, tables));
   return plan_html(plan, take(measure(plan, &made, range)), range);
 }
 
 // A side's words, for the documents, go by the job of the command line.
 Job job_of(std::shared_ptr<const Side> prefill, std::shared_ptr<const Side> decode, const RangeWords& words) {
-  const TokenRange range = to_range(words);
+  const TokenRange range = words && words->first != 0 ? to_bounded_range(words) : to_range(words);
   const auto tokens = words ? words->second : std::nullopt;
-  if (!tokens && range.begin != 0)
-    refuse(Code::invalid_argument, "a range from {} without an end: say how many tokens the request has", range.begin);
   CacheShape shape = prefill->shape();
   return {std::move(shape), std::move(prefill), std::move(decode), tokens, range.begin};
 }
 
 template <class Work>
 std::string without_gil(Work work) {
-  const nb::gil_scoped_release free;
+  const FreeGil free;
   return work();
 }
 
-nb::object from_json(const std::string& text) { return nb::module_::import_("json").attr("loads")(text); }
+nb::object from_json(const std::string& text) {
+  const InPython here;
+  return nb::module_::import_("json").attr("loads")(text);
+}
 
 // A frame of its own, since the picture is a whole page with a style and a script.
 nb::object framed(const Plan& plan) {
   const std::string page = without_gil([&] { return picture(plan, std::nullopt, "identity"); });
+  const InPython here;
   const nb::object escaped = nb::module_::import_("html").attr("escape")(page);
   return nb::str("<iframe style=\"width: 100%; height: 40em; border: 0\" srcdoc=\"") + escaped + nb::str("\"></iframe>");
 }

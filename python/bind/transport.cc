@@ -22,21 +22,36 @@ std::shared_ptr<Carrier> open_shm(const std::string& listen, int copy_threads) {
 SharedLent allocate(const std::shared_ptr<Carrier>& carrier, std::int64_t length) {
   if (length <= 0) refuse(Code::invalid_argument, "an allocation of {} B: wanted 1 or more", length);
   Region region = [&] {
-    const nb::gil_scoped_release free;
+    const FreeGil free;
     return take(carrier->use([&](Transport& transport) { return transport.allocate(Bytes(length)); }));
   }();
-  return std::make_shared<Lent>(carrier, std::move(region), true, carrier->device().has_value());
+  return std::make_shared<Lent>(carrier, std::move(region), true, carrier->device());
 }
 
-SharedLent lend(const std::shared_ptr<Carrier>& carrier, std::byte* base, std::int64_t length, bool on_device) {
+SharedLent lend(const std::shared_ptr<Carrier>& carrier, std::byte* base, std::int64_t length, std::optional<int> gpu) {
   if (base == nullptr || length <= 0)
     refuse(Code::invalid_argument, "memory of {} B to lend: wanted an address and 1 or more", length);
+  if (reinterpret_cast<std::uintptr_t>(base) > UINTPTR_MAX - static_cast<std::uintptr_t>(length))
+    refuse(Code::out_of_range, "memory of {} B at {:#x} to lend: it would end beyond the last address", length,
+           reinterpret_cast<std::uintptr_t>(base));
   Region region = [&] {
-    const nb::gil_scoped_release free;
+    const FreeGil free;
     const std::span memory(base, static_cast<std::size_t>(length));
     return take(carrier->use([&](Transport& transport) { return transport.register_memory(memory); }));
   }();
-  return std::make_shared<Lent>(carrier, std::move(region), false, on_device);
+  return std::make_shared<Lent>(carrier, std::move(region), false, gpu);
+}
+
+// @error invalid_argument: memory that this transport does not reach
+std::optional<int> gpu_of(const Carrier& carrier, const Memory& memory) {
+  const int type = memory.device_type();
+  if (type == nb::device::cpu::value || type == nb::device::cuda_host::value) return std::nullopt;
+  if (type != nb::device::cuda::value && type != nb::device::cuda_managed::value)
+    refuse(Code::invalid_argument, "memory of a device of DLPack's type {}: wanted host memory or CUDA's", type);
+  if (carrier.abilities().name != "cuda")
+    refuse(Code::invalid_argument, "memory of GPU {} for the transport {}: make one with kvloom.cuda_transport",
+           memory.device_id(), carrier.abilities().name);
+  return memory.device_id();
 }
 
 // From the first byte that any element has to the last one.
@@ -48,18 +63,15 @@ SharedLent register_memory(const std::shared_ptr<Carrier>& carrier, Memory memor
     (reach < 0 ? first : last) += reach;
   }
   const std::int64_t length = memory.size() == 0 ? 0 : (last - first + 1) * item;
-  const bool on_device = memory.device_type() == nb::device::cuda::value;
-  if (on_device && !carrier->device())
-    refuse(Code::invalid_argument, "memory of GPU {} for the transport {}: make one with kvloom.cuda_transport",
-           memory.device_id(), carrier->abilities().name);
-  SharedLent lent = lend(carrier, static_cast<std::byte*>(memory.data()) + first * item, length, on_device);
+  const std::optional<int> gpu = gpu_of(*carrier, memory);
+  SharedLent lent = lend(carrier, static_cast<std::byte*>(memory.data()) + first * item, length, gpu);
   lent->memory = std::move(memory);
   return lent;
 }
 
 SharedLent register_pointer(const std::shared_ptr<Carrier>& carrier, std::uintptr_t address, std::int64_t length,
                             nb::object owner) {
-  SharedLent lent = lend(carrier, reinterpret_cast<std::byte*>(address), length, carrier->device().has_value());
+  SharedLent lent = lend(carrier, reinterpret_cast<std::byte*>(address), length, gpu_at(*carrier, address));
   lent->owner = std::move(owner);
   return lent;
 }
@@ -67,15 +79,8 @@ SharedLent register_pointer(const std::shared_ptr<Carrier>& carrier, std::uintpt
 // uint8 [length], where the region is; keeps it.
 nb::ndarray<nb::array_api, std::uint8_t> array_of(nb::pointer_and_handle<Lent> lent) {
   const std::size_t shape[1] = {static_cast<std::size_t>(lent.p->region.length().value)};
-  const int type = lent.p->on_device ? nb::device::cuda::value : nb::device::cpu::value;
-  return {lent.p->region.base(),
-          1,
-          shape,
-          lent.h,
-          nullptr,
-          nb::dtype<std::uint8_t>(),
-          type,
-          lent.p->on_device ? *lent.p->carrier->device() : 0};
+  const int type = lent.p->gpu ? nb::device::cuda::value : nb::device::cpu::value;
+  return {lent.p->region.base(), 1, shape, lent.h, nullptr, nb::dtype<std::uint8_t>(), type, lent.p->gpu.value_or(0)};
 }
 
 void bind_carrier(nb::module_& m) {
@@ -106,7 +111,7 @@ void bind_carrier(nb::module_& m) {
       .def("register_pointer", register_pointer, "address"_a, "length"_a, "owner"_a = nb::none(),
            "Lends `length` bytes from `address`, host memory or this transport's GPU's. `owner`: kept as long as the Region. "
            "Raises as "
-           "register_memory; the memory must stand as long as the Region.")
+           "register_memory, and OutOfRange: beyond the last address; the memory must stand as long as the Region.")
       .def(
           "record", [](const Carrier& carrier, std::uintptr_t stream) { return Work{record_work(carrier, stream)}; }, "stream"_a,
           WithoutGil(),
@@ -118,9 +123,24 @@ void bind_carrier(nb::module_& m) {
           "Exhausted.");
 }
 
+// An owner that holds its region is no leak: the garbage collector sees through.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<Lent>(self)->owner.ptr());
+  return 0;
+}
+int clear(PyObject* self) {
+  Lent& lent = *nb::inst_ptr<Lent>(self);
+  if (!lent.carrier->is_forked()) lent.take_back();  // before its memory goes
+  nb::object(std::move(lent.owner)).reset();
+  return 0;
+}
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)}, {0, nullptr}};
+
 void bind_region(nb::module_& m) {
   nb::class_<Lent>(
-      m, "Region",
+      m, "Region", nb::type_slots(slots),
       "Memory lent to a transport, for as long as this, an array over it or a session whose cache lies in it stands.")
       .def_prop_ro(
           "base", [](const Lent& lent) { return reinterpret_cast<std::uintptr_t>(lent.region.base()); }, "Its address.")
@@ -137,8 +157,7 @@ void bind_region(nb::module_& m) {
           [](nb::handle_t<Lent> self, const nb::kwargs& words) { return self.attr("array")().attr("__dlpack__")(**words); },
           nb::sig("def __dlpack__(self, **kwargs: typing.Any) -> typing.Any"), "So that torch.from_dlpack(region) works.")
       .def(
-          "__dlpack_device__",
-          [](const Lent& lent) { return std::pair(lent.on_device ? 2 : 1, lent.on_device ? *lent.carrier->device() : 0); },
+          "__dlpack_device__", [](const Lent& lent) { return std::pair(lent.gpu ? 2 : 1, lent.gpu.value_or(0)); },
           "As DLPack has it: (1, 0) is host memory, (2, n) is GPU n.")
       .def("__len__", [](const Lent& lent) { return lent.region.length().value; })
       .def("__repr__", [](const Lent& lent) {
@@ -165,7 +184,8 @@ void bind_transport(nb::module_& m) {
           "stream"_a, "layer"_a, WithoutGil(),
           "What is put on `stream` (a cudaStream_t as int) from now on begins once the layer has landed, or the transfer has "
           "ended: ask which, "
-          "before you believe what was read. Raises IoError.");
+          "before you believe what was read. Raises IoError; Exhausted: much memory of lost peers waits for gates: wait_layer() "
+          "then.");
   m.def("shm_transport", open_shm, "listen"_a = "", "copy_threads"_a = 1, WithoutGil(),
         "The transport between processes of one user on one host, in host memory.\n\n`listen`: a decode rank says \"*\" (a free "
         "name) or a name; "

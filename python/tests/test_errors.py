@@ -29,6 +29,12 @@ def test_it_is_pythons_class_too(base, ours):
 
 
 @pytest.mark.parametrize("code", list(kvloom.Code))
+def test_one_that_is_raised_in_python_has_its_code(code):
+    kind = type(errors.make("x", code, kvloom.Scope.peer))
+    assert kind.code is code and kind("a sentence").code is code and kind("a sentence").scope is kvloom.Scope.operation
+
+
+@pytest.mark.parametrize("code", list(kvloom.Code))
 def test_it_crosses_processes(code):
     error = errors.make("a sentence", code, kvloom.Scope.transfer)
     again = pickle.loads(pickle.dumps(error))
@@ -57,6 +63,7 @@ def test_a_wrong_word_is_marked():
         (lambda: kvloom.compile(kvloom.Side(shape(3), "tp=1"), kvloom.Side(shape(4), "tp=1")), kvloom.Unsupported, "layer"),
         (lambda: kvloom.shm_transport(copy_threads=0), kvloom.InvalidArgument, ""),
         (lambda: kvloom.shm_transport().allocate(0), kvloom.InvalidArgument, "0 B"),
+        (lambda: kvloom.shm_transport().register_pointer(2**64 - 4, 8), kvloom.OutOfRange, "beyond the last address"),
         (lambda: kvloom.shm_transport().record(0), kvloom.Unsupported, "CUDA"),
         (lambda: kvloom.merge_traces(["{"]), kvloom.ParseError, ""),
         (lambda: kvloom.describe(kvloom.Side(shape(), "tp=1"), kvloom.Side(shape(), "cp=2:zigzag")), kvloom.InvalidArgument, "--tokens"),

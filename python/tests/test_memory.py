@@ -97,8 +97,48 @@ def test_no_memory_is_refused(transport, memory):
 
 
 def test_memory_that_can_not_be_written_is_refused(transport):
-    with pytest.raises(TypeError):
-        transport.register_memory(b"constant")
+    constant = np.zeros(8, np.uint8)
+    constant.setflags(write=False)
+    for memory in (b"constant", memoryview(b"constant"), constant):
+        with pytest.raises(TypeError):
+            transport.register_memory(memory)
+
+
+class _Elsewhere:
+    """Host memory that says to be a device's."""
+
+    def __init__(self, device_type: int) -> None:
+        self._memory, self._type = np.zeros(8, np.float32), device_type
+
+    def __dlpack__(self, **_: object) -> object:
+        capsule = self._memory.__dlpack__()
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_int32.from_address(pointer_of(capsule, b"dltensor") + 8).value = self._type  # DLTensor.device.device_type
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._type, 0
+
+
+@pytest.mark.parametrize(("device_type", "words"), [(2, "cuda_transport"), (13, "cuda_transport"), (8, "type 8"), (10, "type 10")])
+def test_memory_of_a_device_that_the_transport_does_not_reach_is_refused(transport, device_type, words):
+    with pytest.raises(kvloom.InvalidArgument, match=words):
+        transport.register_memory(_Elsewhere(device_type))
+
+
+def test_an_owner_that_holds_its_region_is_let_go_of(transport):
+    class Owner:
+        memory = None
+        region = None
+
+    owner = Owner()
+    owner.memory = np.zeros(64, np.uint8)
+    owner.region = transport.register_pointer(owner.memory.ctypes.data, 64, owner)
+    seen = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert seen() is None
 
 
 def test_torch_tensors_are_lent(transport):
@@ -149,16 +189,19 @@ def test_memory_comes_and_goes_while_a_session_runs_from_any_thread():
     assert len(seen) == 200 and rank.transport.allocate(1).length == 1
 
 
-def test_a_cache_keeps_its_regions_while_its_session_stands():
+def test_a_session_keeps_the_memory_of_its_caches_until_it_is_closed():
     side = kvloom.Side(shape(), "tp=1")
-    transport = kvloom.shm_transport()
-    region = transport.allocate(cache_bytes(side, 0))
-    gone = weakref.finalize(np.asarray(region.array()), lambda: None)
-    session = kvloom.SourceSession(transport, kvloom.LocalCache(side, 0, tensors_of(side, 0, region)[0]))
-    del region
+    transport = kvloom.shm_transport("*")
+    memory = np.zeros(cache_bytes(side, 0), np.uint8).view(type("Owned", (np.ndarray,), {}))
+    seen = weakref.ref(memory)
+    session = kvloom.TargetSession(transport)
+    session.describe(kvloom.LocalCache(side, 0, tensors_of(side, 0, transport.register_memory(memory))[0]))
+    del memory
     gc.collect()
-    assert not gone.alive  # the view is gone, the memory is not: the session still closes in peace
+    assert seen() is not None
     session.close()
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_cache_is_checked():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import pathlib
@@ -65,8 +64,9 @@ def test_the_stub_knows_every_name():
 def test_the_examples_are_typed_strictly(tmp_path):
     # A package that is not installed, but tried in its build folder, is found by its path.
     search = {} if "site-packages" in PACKAGE.parts else {"MYPYPATH": str(PACKAGE.parent)}
+    config = ["--config-file", str(ROOT / "pyproject.toml"), "--python-version", "3.11"]  # the proxy's; and what need not be installed
     for what in (["-p", "kvloom"], [str(path) for path in EXAMPLES]):
-        done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), *what], capture_output=True, text=True,
+        done = subprocess.run([sys.executable, "-m", "mypy", "--strict", *config, "--cache-dir", str(tmp_path), *what], capture_output=True, text=True,
                               cwd=tmp_path, env={**os.environ, **search}, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -102,7 +102,24 @@ def test_a_closed_pipe_ends_the_command_line():
     process.stderr.close()
 
 
-def test_it_imports_without_numpy_and_torch():
-    code = "import sys; import kvloom; assert 'numpy' not in sys.modules and 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert importlib.util.find_spec("kvloom.errors") is not None
+@pytest.mark.parametrize("package", ["kvloom", "kvloom.vllm"])
+def test_it_imports_what_it_needs_and_no_more(package):
+    heavy = ["numpy", "torch", "vllm", "aiohttp", "prometheus_client", "asyncio"]
+    code = f"import sys; import {package}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_proxy_says_what_it_wants():
+    done = subprocess.run([sys.executable, "-m", "kvloom.vllm.proxy", "--help"], capture_output=True, text=True, check=False)
+    if sys.version_info < (3, 11):
+        assert done.returncode != 0 and "Python 3.11" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "") and "--port" in done.stdout
+
+
+def test_the_proxy_says_which_package_it_misses():
+    code = "import runpy, sys; sys.modules['aiohttp'] = None; runpy.run_module('kvloom.vllm.proxy', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    wanted = "Python 3.11" if sys.version_info < (3, 11) else "aiohttp is missing: pip install 'kvloom[proxy]'"
+    assert done.returncode == 1 and wanted in done.stderr

@@ -127,6 +127,59 @@ def test_sessions_that_are_open_when_python_ends_are_closed(left):
     assert "terminate" not in done.stderr and "leak" not in done.stderr
 
 
+@pytest.mark.parametrize("call", ["prefill.session.ready(of, 0, 8)", "prefill.session.open", "prefill.transport.allocate(4096)", "decode.session.poll(1)",
+                                  "decode.session.wait(of, 0.001)", "kvloom.compile(prefill.side, decode.side)"])
+def test_daemon_threads_are_in_calls_when_python_ends(call):
+    code = """
+        import sys, threading
+        from conftest import *
+        prefill = make_prefill(kvloom.Side(shape(), "tp=1"))
+        decode = make_decode(kvloom.Side(shape(), "tp=1"), events=True)
+        of = key()
+        decode.begin(of, [prefill.session.address], (0, 8), [1])
+        prefill.offer(of, [1])
+        call = compile(sys.argv[1], "call", "eval")
+        begun = threading.Semaphore(0)
+
+        def serve():
+            begun.release()
+            while True:
+                try:
+                    eval(call)
+                except kvloom.Error:
+                    pass
+
+        for _ in range(3):
+            threading.Thread(target=serve, daemon=True).start()
+            begun.acquire()
+        print("over")
+    """
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), call], cwd=os.path.dirname(__file__), capture_output=True, text=True,
+                              timeout=60, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
+
+
+def test_a_forked_child_ends_though_its_parent_waits():
+    code = """
+        import os, sys, threading, time, warnings
+        from conftest import *
+        warnings.simplefilter("ignore")  # Python's own, of forking beside threads
+        pair = Pair()
+        waiting = threading.Thread(target=lambda: pair.decode.session.poll(3600), daemon=True)
+        waiting.start()
+        time.sleep(0)  # the thread goes to wait
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print("over")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=os.path.dirname(__file__), capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
 def test_a_forked_child_is_refused_and_harms_nobody():
     code = """
         import gc, os, sys, warnings

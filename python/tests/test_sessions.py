@@ -248,6 +248,54 @@ def test_closing_ends_waits_and_refuses_calls(pair):
         pair.decode.session.wait(of, 1)
 
 
+def test_a_poll_that_waits_ends_with_the_session(pair):
+    raised: list[BaseException] = []
+    begun = threading.Semaphore(0)
+
+    def wait() -> None:
+        begun.release()
+        try:
+            pair.decode.session.poll(3600)
+        except kvloom.Error as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        begun.acquire()
+    pair.decode.session.close()
+    for thread in threads:
+        thread.join()
+    assert {type(e) for e in raised} <= {kvloom.Cancelled, kvloom.InvalidArgument} and len(raised) == 2
+
+
+def test_what_is_left_is_polled_after_closing(pair):
+    of = key()
+    transfer(pair, of)
+    for layer in range(4):
+        pair.prefill.session.ready(of, layer, TOKENS)
+    pair.decode.session.wait_released(of, LONG)
+    pair.decode.session.close()
+    assert select.select([pair.decode.session], [], [], 0)[0]
+    assert isinstance(pair.decode.session.poll(LONG)[-1], kvloom.TargetReleased)
+    assert pair.decode.session.poll() == []
+    with pytest.raises(kvloom.InvalidArgument, match="closed"):
+        pair.decode.session.poll(LONG)
+
+
+def test_a_poll_waits_on_where_another_was_faster(pair):
+    taken: list[list[object]] = []
+    threads = [threading.Thread(target=lambda: taken.append(pair.decode.session.poll(LONG))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):  # each transfer wakes all, and serves one or more
+        of = key()
+        pair.decode.begin(of, pair.sources, (0, 8), [1])
+        pair.decode.session.cancel(of, "no")
+        pair.decode.session.wait_released(of, LONG)
+    assert len(taken) == 4 and all(taken)
+
+
 def test_a_descriptor_tells_of_events(pair):
     source = pair.prefill.session
     assert select.select([source], [], [], 0) == ([], [], [])

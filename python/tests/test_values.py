@@ -133,3 +133,41 @@ def test_sets_are_sets():
     every = kvloom.StridedSet("4+2/8*inf")
     assert (5 in every, 6 in every, every.count_below(20), every.end) == (True, False, 4, None)
     assert kvloom.StridedSet(str(every)) == every
+
+
+def test_equal_values_are_one_key():
+    def values() -> list[object]:
+        side = kvloom.Side(shape(), "tp=2,page=16")
+        layout = side.groups[0].layout
+        group = side.shape.groups[0]
+        window = kvloom.Window(kvloom.Window.Kind.sliding, 128)
+        key = kvloom.TransferKey("a", 2)
+        return [side, side.shape, group, group.planes[0], layout, layout.plane_layouts[0], window, side.sharding, kvloom.StridedSet("0+4"), key]
+
+    first, second = values(), values()
+    assert all(a is not b and a == b and hash(a) == hash(b) and len({a, b}) == 1 for a, b in zip(first, second, strict=True))
+
+
+def test_a_sum_wants_an_end():
+    side = kvloom.Side(shape(), "tp=1")
+    [path] = kvloom.compile(side, side).paths()
+    plan = kvloom.compile(side, side)
+    calls = (path.bytes, plan.html, plan.to_dict, lambda words: kvloom.checksum(side, "kv", 0, 0, np.zeros(4096, np.uint8), [0], words))
+    for call in calls:
+        with pytest.raises(kvloom.InvalidArgument, match="how many tokens"):
+            call((5, None))
+    with pytest.raises(kvloom.InvalidArgument, match="how many tokens"):
+        path.bytes(None)
+
+
+@pytest.mark.parametrize("end", [-1, 2**48 + 1, 2**63 - 1])
+def test_lengths_that_no_request_has_are_refused(end):
+    side = kvloom.Side(shape(), "tp=1")
+    plan = kvloom.compile(side, side)
+    for call in (plan.paths()[0].bytes, plan.explain, plan.html, plan.to_dict):
+        with pytest.raises(kvloom.InvalidArgument, match="wanted"):
+            call((0, end))
+    with pytest.raises(kvloom.InvalidArgument, match="wanted"):
+        side.columns("kv", 0, end)
+    with pytest.raises(kvloom.InvalidArgument, match="of a request of 7"):
+        side.columns("kv", 0, 8, 7)

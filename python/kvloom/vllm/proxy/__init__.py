@@ -15,6 +15,11 @@ The parts, each one idea:
   health    who is up                                                   I/O
   metrics, log, server                                                  the frame
 
-Everything runs on one asyncio loop of one thread. Nothing here imports the compiled extension: the proxy may run where no
-engine is. The wire between proxy and connector is fixed in docs/proxy.md.
+Everything runs on one asyncio loop of one thread. Nothing here calls the compiled extension, or needs an engine: the proxy may
+run where none is. The wire between proxy and connector is fixed in docs/proxy.md.
 """
+
+import sys
+
+if sys.version_info < (3, 11):  # asyncio.timeout
+    raise ImportError("kvloom.vllm.proxy wants Python 3.11 or newer")

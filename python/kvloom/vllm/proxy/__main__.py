@@ -5,7 +5,11 @@ import sys
 
 from kvloom.vllm.proxy.config import ConfigError, read_command_line
 from kvloom.vllm.proxy.log import to_stream
-from kvloom.vllm.proxy.server import serve
+
+try:
+    from kvloom.vllm.proxy.server import serve
+except ModuleNotFoundError as missing:
+    sys.exit(f"kvloom.vllm.proxy: the package {missing.name} is missing: pip install 'kvloom[proxy]'")
 
 
 def main() -> int:
