@@ -73,9 +73,9 @@ def abort_running(engine) -> None:
 
 
 def preemption(engine) -> None:
-    """Two requests outgrow a pool of 11 blocks of 32: one is preempted, resumes and computes its prompt again."""
-    engine.add("a", prompt(120), 60)
-    engine.add("b", prompt(120, 1), 60)
+    """Two requests outgrow a pool of 11 blocks of 32: one is preempted, and resumes behind its blocks that are still cached."""
+    engine.add("a", prompt(150), 14)
+    engine.add("b", prompt(150, 1), 14)
     engine.drain()
 
 
@@ -161,7 +161,7 @@ def window_load(engine) -> None:
 
 SCENARIOS = {
     one_prompt: {}, chunked: {}, eight_at_once: {}, prefix_hit: {}, abort_waiting: {"at_once": 1}, abort_running: {},
-    preemption: {"block": 32, "blocks": 12}, async_load: {}, async_load_all: {}, async_load_after_hit: {}, async_load_later: {}, sync_load: {},
+    preemption: {"block": 32, "blocks": 12, "max_length": 320}, async_load: {}, async_load_all: {}, async_load_after_hit: {}, async_load_later: {}, sync_load: {},
     abort_loading: {}, failed_load_recompute: {"policy": "recompute"}, failed_blocks_recompute: {"policy": "recompute"},
     failed_load_fail: {"policy": "fail"}, held: {"role": "kv_producer"}, window: {"model": "window", "role": "kv_producer"},
     window_load: {"model": "window"},
