@@ -1,0 +1,107 @@
+"""How a vLLM of the tests is set up, once for servers and for engines in the test's own process.  A value; knows no process.
+
+So that two servers fit on 2 cores with 24 GiB and their outputs can be compared token for token:
+  - one core and one OpenMP thread each (without OMP_NUM_THREADS vLLM's threads fight for the core: 8 times slower);
+  - the pool is counted in blocks, not in GiB: `blocks`;
+  - float32, greedy, --enforce-eager. What a token's logits are summed of depends on how its step was batched (chunk sizes, other requests),
+    so two servers differ in the last bits. In bfloat16 that is enough to choose another of two near tokens; in float32 it wasn't seen to be.
+    KV bytes are equal only where the chunks were the same;
+  - float32 also fixes how the CPU's attention packs a page: K transposed, [head_dim, block], then V. bfloat16 on a processor with AMX is
+    packed in tiles, and blocks that are no multiple of 32 in rows of 16 (vllm/v1/attention/backends/cpu_attn.py, _get_attn_isa).
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+HERE = pathlib.Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+NAME = "m"  # what all servers call their model
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One vLLM. Sizes are tokens unless said otherwise; `connector` is the value of --kv-transfer-config."""
+
+    model: str | pathlib.Path
+    connector: dict | None = None
+    dtype: str = "float32"
+    max_length: int = 2048
+    chunk: int = 256  # most tokens of one step: longer prompts are computed in several
+    at_once: int = 16  # most requests that run together
+    block: int = 128
+    blocks: int = 256  # in the pool, the null block included
+    prefix_caching: bool = True
+    tp: int = 1
+    cores: tuple[int, ...] | None = None  # which cores its ranks are bound to, one each; None: any of the first ones
+    seed: int = 0
+    more: tuple[str, ...] = ()  # further words of the command line
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def but(self, **changes) -> "Settings":
+        """The same with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def environment_of(self) -> dict[str, str]:
+        """The variables that its processes run with, on top of the test's own."""
+        cores = self.cores if self.cores is not None else tuple(range(self.tp))
+        if len(cores) != self.tp:
+            raise ValueError(f"tp={self.tp} needs as many cores; cores={cores}")
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # the route that empties the prefix cache
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(python_path()),
+            "PYTHONUNBUFFERED": "1",
+            **dict(self.environment),
+        }
+
+    def command(self, port: int) -> list[str]:
+        """The words after `python -m` that serve it on 127.0.0.1."""
+        words = ["vllm.entrypoints.cli.main", "serve", str(self.model), "--served-model-name", NAME, "--host", "127.0.0.1"]
+        words += ["--port", str(port), "--enforce-eager"]
+        for name, value in self._engine_fields().items():
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
+            else:
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        if self.connector is not None:
+            words += ["--kv-transfer-config", json.dumps(self.connector)]
+        return [*words, *self.more]
+
+    def engine_arguments(self) -> dict:
+        """The keyword arguments of vllm.LLM for the same."""
+        arguments = {"model": str(self.model), "enforce_eager": True, **self._engine_fields()}
+        return arguments | ({"kv_transfer_config": self.connector} if self.connector is not None else {})
+
+    def _engine_fields(self) -> dict:
+        return {
+            "dtype": self.dtype, "max_model_len": self.max_length, "max_num_batched_tokens": self.chunk, "max_num_seqs": self.at_once,
+            "block_size": self.block, "num_gpu_blocks_override": self.blocks, "enable_prefix_caching": self.prefix_caching,
+            "tensor_parallel_size": self.tp, "seed": self.seed,
+        }  # fmt: skip
+
+
+def of(kind: str, **changes) -> Settings:
+    """The settings for one of our models (models.py): float32, but where vLLM's attention for it wants bfloat16 (MLA with AMX)."""
+    from models import model
+
+    return Settings(model(kind), dtype="bfloat16" if kind == "mla" else "float32").but(**changes)
+
+
+def python_path() -> list[str]:
+    """Where vLLM's processes find the tests' own modules and kvloom: KVLOOM_PACKAGES if named (an installed one), else the sources."""
+    kvloom = os.environ.get("KVLOOM_PACKAGES") or str(REPOSITORY / "python")
+    inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return [str(HERE), str(HERE / "eye"), kvloom, *inherited]
+
+
+def connector(name: str, module: str | None = None, role: str = "kv_both", **extra) -> dict:
+    """A --kv-transfer-config: a class of vLLM's own by its name, or any by module and name. `extra` is kv_connector_extra_config."""
+    config = {"kv_connector": name, "kv_role": role, "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    return config | ({"kv_connector_module_path": module} if module else {})
