@@ -25,11 +25,12 @@ if(KVLOOM_CUDA)
 else()
   list(FILTER bindings EXCLUDE REGEX "/cuda\\.cc$")
 endif()
-nanobind_add_module(_kvloom STABLE_ABI NB_STATIC NB_SUPPRESS_WARNINGS NOMINSIZE NOSTRIP ${bindings} $<TARGET_OBJECTS:kvloom_python_main>)
+nanobind_add_module(_kvloom STABLE_ABI NB_STATIC NB_SUPPRESS_WARNINGS NOMINSIZE ${bindings} $<TARGET_OBJECTS:kvloom_python_main>)
 kvloom_own(_kvloom)
 target_include_directories(_kvloom PRIVATE "${PROJECT_SOURCE_DIR}")  # "python/bind/<file>.h"
 target_compile_definitions(_kvloom PRIVATE KVLOOM_VERSION="${PROJECT_VERSION}")
 target_link_libraries(_kvloom PRIVATE kvloom_tools kvloom::kvloom)
+target_link_options(_kvloom PRIVATE -Wl,--exclude-libs,ALL)  # of our archives too only what Python looks for is seen from outside
 
 # The package in the build folder, for the stub and for trying it without an installation.
 set(package "${PROJECT_BINARY_DIR}/python/kvloom")

@@ -15,7 +15,7 @@ for word in "$@"; do
 done
 
 folders=()
-for folder in src tests bench; do [[ -d "$folder" ]] && folders+=("$folder"); done
+for folder in src tests bench python; do [[ -d "$folder" ]] && folders+=("$folder"); done
 if [[ "$changed" == yes ]] && git rev-parse --git-dir >/dev/null 2>&1; then
   list() { { git diff --name-only -z --diff-filter=d HEAD -- "${folders[@]}" 2>/dev/null || true; git ls-files -zo --exclude-standard -- "${folders[@]}"; } | sort -zu; }
 else

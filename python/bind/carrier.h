@@ -2,17 +2,20 @@
 // A Transport belongs to one thread at a time and aborts the process if another calls it. Python's objects are let go of wherever the last
 // reference dies, so here every call goes through `use`: under a lock, on the session's thread while there is one, else by the caller's.
 // Law: whatever is called from whichever thread, the transport has one user at a time, and outlives its regions and its session.
+// A forked child has none of the threads, and shares sockets that it must not touch: there calls are refused, and what is let go of stays.
 // Owners: a Carrier is shared by Python's Transport, its regions and its session; a Lent by Python's Region, arrays over it, and the sessions
 // whose caches lie in it.  Thread: any.  Without the GIL, but where it says so.
 #pragma once
 
 #include <nanobind/ndarray.h>
+#include <unistd.h>
 
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "kvloom/transport/device_work.h"
@@ -27,6 +30,20 @@ class Carrier {
   explicit Carrier(std::unique_ptr<Transport> transport, std::optional<int> device = std::nullopt)
       : transport_(std::move(transport)), device_(device), abilities_(transport_->abilities()), address_(transport_->address()) {}
 
+  Carrier(const Carrier&) = delete;
+  Carrier& operator=(const Carrier&) = delete;
+  ~Carrier() {
+    if (is_forked()) std::ignore = transport_.release();
+  }
+
+  bool is_forked() const { return getpid() != process_; }
+  // @error unsupported
+  void check_process() const {
+    if (is_forked())
+      refuse(Code::unsupported,
+             "this process was forked from one that had the transport: make another here, or spawn instead of forking");
+  }
+
   const Abilities& abilities() const { return abilities_; }
   const std::string& address() const { return address_; }
   std::optional<int> device() const { return device_; }
@@ -36,6 +53,7 @@ class Carrier {
   // Runs `work(Transport&)` as the transport's owner and gives what it gives.  @pre not called from a session's thread
   template <class Work>
   auto use(Work work) {
+    check_process();
     const std::lock_guard lock(mutex_);
     std::optional<decltype(work(*transport_))> out;
     const auto there = [&] { out.emplace(work(*transport_)); };
@@ -51,6 +69,7 @@ class Carrier {
   // Makes the one session of this transport.  @error invalid_argument: it has one; what `make(Transport&)` refuses
   template <class Make>
   auto start(Make make) -> decltype(make(std::declval<Transport&>())) {
+    check_process();
     const std::lock_guard lock(mutex_);
     if (on_session_)
       return fail(Code::invalid_argument, "this transport carries a session already: close that one, or make another transport");
@@ -70,6 +89,7 @@ class Carrier {
   std::mutex mutex_;  // held by whoever uses the transport
   std::unique_ptr<Transport> transport_;
   std::optional<int> device_;
+  pid_t process_ = getpid();
   Abilities abilities_;
   std::string address_;
   std::function<void(const std::function<void()>&)> on_session_;
@@ -89,6 +109,10 @@ struct Lent {
   Lent(const Lent&) = delete;
   Lent& operator=(const Lent&) = delete;
   ~Lent() {
+    if (carrier->is_forked()) {
+      new Region(std::move(region));  // for ever
+      return;
+    }
     const nb::gil_scoped_release free;
     carrier->use([&](Transport&) { return std::exchange(region, Region()).length(); });
   }

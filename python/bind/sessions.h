@@ -123,6 +123,11 @@ class HeldSession : public OpenSession {
 
   // @pre the GIL
   void close() final {
+    if (carrier_->is_forked()) {
+      std::ignore = session_.release();  // its thread is not here
+      closing_ = true;
+      return;
+    }
     closing_ = true;
     {
       const nb::gil_scoped_release free;
@@ -135,6 +140,7 @@ class HeldSession : public OpenSession {
   // @error invalid_argument: it was closed
   template <class Call>
   auto call(Call call) {
+    carrier_->check_process();
     const std::shared_lock lock(use_);
     if (!session_ || closing_) refuse(Code::invalid_argument, "this session was closed");
     return call(*session_);
@@ -155,15 +161,19 @@ class HeldSession : public OpenSession {
     want_events();
     const Waiting waiting(*this);
     const auto until = std::chrono::steady_clock::now() + to_duration(std::min(at_most, 1e9));
+    std::vector<Event> taken;
+    bool rang = false;  // a signal's function has raised: events stay for the next call
     {
       const nb::gil_scoped_release free;
-      while (!closing_) {
+      while (!closing_ && !rang) {
         const auto left = until - std::chrono::steady_clock::now();
-        if (left <= left.zero() || events_.wait(std::min<std::chrono::nanoseconds>(left, kLook)) || signalled()) break;
+        if (left <= left.zero() || events_.wait(std::min<std::chrono::nanoseconds>(left, kLook))) break;
+        rang = signalled();
       }
+      if (!rang) taken = events_.take();
     }
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    return events_.take();
+    if (rang) throw nb::python_error();
+    return taken;
   }
   int fileno() const {
     want_events();
@@ -181,6 +191,7 @@ class HeldSession : public OpenSession {
 
  private:
   void want_events() const {
+    carrier_->check_process();  // a descriptor is shared with it
     if (!words_.events) refuse(Code::invalid_argument, "this session keeps no events: make it with events=True");
   }
   static bool signalled() {

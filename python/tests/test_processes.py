@@ -125,3 +125,34 @@ def test_sessions_that_are_open_when_python_ends_are_closed(left):
                           timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
     assert "terminate" not in done.stderr and "leak" not in done.stderr
+
+
+def test_a_forked_child_is_refused_and_harms_nobody():
+    code = """
+        import gc, os, sys, warnings
+        from conftest import *
+        warnings.simplefilter("ignore")  # Python's own, of forking beside threads
+        pair = Pair()
+        child = os.fork()
+        if child == 0:
+            for call in (lambda: pair.prefill.offer(key(), [0]), lambda: pair.decode.session.poll(), lambda: pair.prefill.transport.allocate(1)):
+                try:
+                    call()
+                    os._exit(1)
+                except kvloom.Unsupported as error:
+                    assert "forked" in str(error)
+            del pair
+            gc.collect()
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        of = key()
+        pair.decode.begin(of, pair.sources, (0, 8), [1])
+        pair.prefill.offer(of, [1])
+        for layer in range(4):
+            pair.prefill.session.ready(of, layer, 8)
+        print(pair.decode.session.wait(of, LONG).outcome.name)
+        pair.close()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=os.path.dirname(__file__), capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert (done.returncode, done.stdout) == (0, "landed\n"), done.stderr

@@ -290,6 +290,43 @@ TEST(Sessions, SeveralThreadsTellOneTransferAndWaitForIt) {
   join(threads);
 }
 
+TEST(Sessions, AnInterruptEndsAWaitAndNothingElse) {
+  Ranks ranks(shapes::mla(), "tp=1", "tp=1");
+  Decode& d = *ranks.decode[0];
+  const Wish r = requests(3).back();
+  ranks.begin_all(r);
+  std::atomic<int> asked = 0;
+  const Interrupt third = [&asked] { return ++asked == 3; };
+  const auto ended = d.session->wait(r.key, kLong, third);
+  ASSERT_FALSE(ended);
+  EXPECT_EQ(ended.error().code, Code::cancelled);
+  EXPECT_THAT(ended.error().message, testing::EndsWith("still open, and the wait was interrupted"));
+  EXPECT_EQ(asked, 3);
+  EXPECT_EQ(d.session->open(), 1U);
+  EXPECT_TRUE(d.session->wait_layer(r.key, LayerId(0), kLong, third));  // there already: nobody is asked
+  EXPECT_EQ(asked, 3);
+}
+
+// In order, on one thread, and before whoever waits for it wakes.
+TEST(Sessions, AnObserverHearsEverythingBeforeWhoeverWaits) {
+  const auto transport = shm(true);
+  std::mutex mutex;
+  std::vector<TargetEvent> heard;
+  const auto session = TargetSession::make({}, *transport, {}, [&](std::span<const TargetEvent> events) {
+                         const std::lock_guard lock(mutex);
+                         heard.insert(heard.end(), events.begin(), events.end());
+                       }).value();
+  const auto side = std::make_shared<const Side>(shapes::side(shapes::mla(), "tp=1"));
+  const GeometryId geometry = session->describe(LocalCache::make(side, Rank(0), {}, {}).value()).value();
+  const TransferKey key{"nobody's", Epoch(1)};
+  ASSERT_TRUE(session->begin({key, geometry, {{"tcp://127.0.0.1:1", ""}}, {0, 0}, {{}}, 50ms}));
+  ASSERT_TRUE(session->wait_released(key, kLong));
+  const std::lock_guard lock(mutex);
+  ASSERT_EQ(heard.size(), 2U);
+  EXPECT_EQ(std::get<TargetEnded>(heard[0]).outcome, Outcome::failed);
+  EXPECT_EQ(std::get<TargetReleased>(heard[1]).key, key);
+}
+
 TEST(Sessions, MetricsAndTracesAreReadWhileTheyAreWritten) {
   Ranks ranks(shapes::mla(), "cp=2:layers", "tp=1");
   std::atomic<bool> over = false;
