@@ -54,6 +54,7 @@ class WorkerSide:
         self._source_transport: kvloom.Transport | None = None
         self.prefill: PrefillSide | None = None
         self.decode: DecodeSide | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
         self._placed: Placed | None = None
         self._step: Step | None = None
         self._landed = Landed()
@@ -84,6 +85,7 @@ class WorkerSide:
             return
         tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         self._placed = place(self._config, self._cache_config, tensors, self._rank)
+        self.tensors = tensors
         device = next(iter(tensors.values())).device
         if self._prefills:
             self._start_prefill(tensors, device)
