@@ -24,12 +24,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import kvloom
 from kvloom.vllm.params import refuse
+
+if TYPE_CHECKING:
+    import torch
 
 TRANSPOSED_K = ("vec", "vec16")
 NULL_BLOCK = 0  # vLLM's, in every group

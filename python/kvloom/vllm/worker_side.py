@@ -22,7 +22,8 @@ import torch
 import kvloom
 from kvloom.vllm.decode_side import DecodeSide, Landed
 from kvloom.vllm.layouts import Placed, place
-from kvloom.vllm.memory import SharedAllocation, lend, local_cache
+from kvloom.vllm.memory import SharedAllocation
+from kvloom.vllm.regions import lend, local_cache
 from kvloom.vllm.metadata import Handshake, Step
 from kvloom.vllm.params import Settings, refuse
 from kvloom.vllm.prefill_side import PrefillSide
