@@ -128,7 +128,7 @@ def cache_config(groups: list[tuple[KVCacheSpec, list[str]]], blocks: int) -> An
 
 def config(heads: int, layers: int, isa: str = "vec", tp: int = 1, rank: int = 0, **more: Any) -> Any:
     parallel = dict(tensor_parallel_size=tp, pipeline_parallel_size=1, rank=rank, world_size=tp) | more
-    hugging_face = types.SimpleNamespace(architectures=["Tiny"], hidden_size=64)
+    hugging_face = types.SimpleNamespace(architectures=["Tiny"], hidden_size=64, num_hidden_layers=layers)
     return types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(**parallel),
         model_config=types.SimpleNamespace(

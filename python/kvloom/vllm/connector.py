@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.request import RequestStatus
 
 from kvloom.vllm import versions
 from kvloom.vllm.decode_side import Landed
@@ -104,7 +103,7 @@ class KVLoomConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._requests.sent(connector_output.finished_sending)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._requests.finished(request, request.status == RequestStatus.FINISHED_ABORTED), None
+        return self._requests.finished(request), None
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])

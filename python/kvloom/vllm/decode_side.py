@@ -100,10 +100,10 @@ class DecodeSide:
 
     def wait_layer(self, name: str) -> None:
         """Before a layer's attention: what it reads is there, or its load has failed and is reported with this step."""
-        if not self._waited:
+        layer = self._layers.get(name) if self._waited else None
+        if layer is None:
             return
-        layer = self._layers.get(name)
-        for incoming in [waited for waited in self._waited if layer is not None and not waited.failed]:
+        for incoming in [waited for waited in self._waited if not waited.failed]:
             key = kvloom.TransferKey(incoming.load.key)
             try:
                 self.session.wait_layer(key, layer, incoming.load.seconds + self.GRACE)

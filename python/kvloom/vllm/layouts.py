@@ -22,6 +22,7 @@ vllm/v1/kv_cache_interface.py. Strides of torch in elements, ours in bytes.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,8 @@ class Placed:
 
     def table(self, group: Group, tables: Sequence[Sequence[int]], tokens: int) -> kvloom.CacheTable:
         """The page table for a request's first `tokens` tokens, from vLLM's block ids."""
-        ratio, pages = self.ratio[group.name], []
+        ratio = self.ratio[group.name]
+        pages: list[int] = []
         for block in tables[group.table]:
             pages += [-1] * ratio if block == NULL_BLOCK else range(block * ratio, (block + 1) * ratio)
         return kvloom.CacheTable(pages[: self.side.columns(group.name, self.rank, tokens)], self.pool[group.name])
@@ -157,10 +159,11 @@ def total_heads(spec: Any, held: int, config: Any) -> int:
     return total
 
 
-def name_group(spec: Any, table: int, layers: Sequence[int]) -> str:
+def name_group(spec: Any, layers: Sequence[int], model: str) -> str:
+    """kvloom compares groups by name, and not models: so the name says of which model it is, too."""
     kind = "latent" if is_latent(spec) else "kv"
     window = window_of(spec)
-    return f"{kind}{f'_w{window.tokens}' if window else ''}_l{layers[0]}"
+    return f"{kind}{f'_w{window.tokens}' if window else ''}_l{layers[0]}_of_{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
 def layer_ids(names: Iterable[str]) -> dict[str, int]:
@@ -284,7 +287,7 @@ def make_group(config: Any, table: int, found: list[tuple[Cache, Any]], tensors:
     layers = [cache.layer for cache in caches]
     if config.parallel_config.pipeline_parallel_size > 1:
         layers = list(range(config.model_config.get_total_num_hidden_layers()))
-    name = name_group(spec, table, layers)
+    name = name_group(spec, layers, model_name(config, tensors))
     heads = total_heads(spec, held_heads(spec, tensor), config)
     isa = isa_of(config, caches[0].name, spec, tensor)
     mark = f"_{isa}{spec.block_size}" if isa and isa not in TRANSPOSED_K else ""
@@ -318,10 +321,12 @@ def stage_layers(config: Any, stages: int) -> list[int]:
 
 
 def model_name(config: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """Of the model, as far as its caches go: sides of two models must not meet."""
+    """Of the model, as far as its configuration tells: sides of two models must not meet."""
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    text = getattr(config.model_config, "hf_text_config", None) or config.model_config.hf_config
-    return f"{'+'.join(getattr(config.model_config.hf_config, 'architectures', None) or ['model'])}-{getattr(text, 'hidden_size', 0)}-{'+'.join(kinds)}"
+    whole = config.model_config.hf_config
+    text = getattr(config.model_config, "hf_text_config", None) or whole
+    sizes = [str(getattr(text, size, 0)) for size in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    return "-".join([*(getattr(whole, "architectures", None) or ["model"]), *sizes, *kinds])
 
 
 def isa_of(config: Any, name: str, spec: Any, tensor: torch.Tensor) -> str:

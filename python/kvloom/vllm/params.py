@@ -7,6 +7,7 @@ Durations in seconds. Source of the request's parameters: docs/proxy.md, "The wi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from kvloom.errors import InvalidArgument
@@ -87,7 +88,7 @@ class Settings:
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(given) - known):
             refuse(f"kv_connector_extra_config: {', '.join(unknown)} is not known; there are {', '.join(sorted(known))}")
-        checks = {
+        checks: dict[str, Callable[[str, Any], Any]] = {
             "control_host": _text, "control_open_to_all": _flag, "per_layer_start": _flag, "control_keys": _texts, "control_clients": _texts,
             "control_port": lambda name, value: int(_number(name, value, 1, LAST_PORT)),
             "copy_threads": lambda name, value: int(_number(name, value, 1, 64)),
@@ -96,7 +97,8 @@ class Settings:
             "transport": lambda name, value: _choice(name, value, TRANSPORTS), "log": lambda name, value: _choice(name, value, LOG_LEVELS),
             "trace": _text,
         }  # fmt: skip
-        settings = cls(**{name: checks[name](f"kv_connector_extra_config.{name}", value) for name, value in given.items()})
+        checked: dict[str, Any] = {name: checks[name](f"kv_connector_extra_config.{name}", value) for name, value in given.items()}
+        settings = cls(**checked)
         settings._check_together(prefills)
         return settings
 

@@ -134,6 +134,13 @@ class SchedulerSide:
 
     def build(self, output: Any) -> Step:
         """What the workers are told; from now on the next step's is gathered."""
+        if self._sending:
+            self._go_on(output)
+        self._step.idle = not output.total_num_scheduled_tokens
+        step, self._step = self._step, Step()
+        return step
+
+    def _go_on(self, output: Any) -> None:
         for request in output.scheduled_new_reqs:
             self._grow(request.req_id, request.block_ids, request.num_computed_tokens, output, fresh=True)
         cached = output.scheduled_cached_reqs
@@ -142,9 +149,6 @@ class SchedulerSide:
             if name in self._sending:
                 self._grow(name, cached.new_block_ids[place], cached.num_computed_tokens[place], output, fresh=name in resumed)
         self._step.preempted += self._preempted(set(getattr(output, "preempted_req_ids", None) or ()) | resumed)
-        self._step.idle = not output.total_num_scheduled_tokens
-        step, self._step = self._step, Step()
-        return step
 
     def _grow(self, name: str, blocks: tuple[list[int], ...] | None, computed: int, output: Any, fresh: bool) -> None:
         sending = self._sending.get(name)
@@ -181,15 +185,15 @@ class SchedulerSide:
 
     # ---- requests end ----
 
-    def finished(self, request: Any, aborted: bool) -> bool:
-        """True: the blocks stay until the workers have answered."""
+    def finished(self, request: Any) -> bool:
+        """True: the blocks stay until the workers have answered. A prompt that was computed is sent, however the request ended."""
         name = request.request_id
         self._forget_load(name)
         sending = self._sending.get(name)
         if sending is None:
             return False
-        if aborted and sending.tokens < sending.prompt - 1 and not sending.over:
-            self._step.cancelled.append((name, "the request was aborted before its prompt was computed"))
+        if sending.tokens < sending.prompt - 1 and not sending.over:
+            self._step.cancelled.append((name, "the request ended before its prompt was computed"))
         self._held.add(name)
         self._step.held.append(name)
         return True

@@ -1,7 +1,14 @@
-"""vLLM 0.24 to 0.33: where they differ in what a connector sees, and how each difference is told.
+"""vLLM 0.24 to 0.33: where they differ in what a connector sees, and how each difference is met.
 
-By what vLLM's classes have, where that can be seen; by its version where only its order of calls differs. The connector plans when a step's
-metadata is bound, so it is the same to it whether start_load_kv comes before the layers (0.24) or after them (0.32).
+| differs                                    | met by                                                                        |
+|--------------------------------------------|-------------------------------------------------------------------------------|
+| start_load_kv before or after the layers   | what a step brings begins when its metadata is bound, before the layers in all |
+| get_finished or get_transfer_results       | both; failed loads by block with the one, by request with the other           |
+| handle_preemptions of ids or of metadata   | preempted requests are in the step's metadata, too, which is bound            |
+| on_new_request is not called               | a request is known from get_num_new_matched_tokens at the latest              |
+| names of layouts                           | `head_major`                                                                  |
+| shapes of caches                           | layouts.py reads the tensors                                                  |
+| get_mem_pool_context is not there          | a prefill server on CPUs is refused (worker_side.py)                          |
 """
 
 from __future__ import annotations
@@ -9,17 +16,11 @@ from __future__ import annotations
 import re
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvloom.vllm.params import refuse
 
 OLDEST, NEWEST = (0, 24), (0, 33)
 LAYOUT_NAMES_SINCE = (0, 29)  # LBHNC and its like; before: HND, NHD
-
-HAS_RESULTS = hasattr(base, "KVConnectorTransferResults")
-"""Failed loads are reported by request (get_transfer_results); else by block (get_block_ids_with_load_errors)."""
-CAN_ALLOCATE = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")
-"""A connector may say in what memory the KV cache is allocated."""
 
 
 def parse(text: str) -> tuple[int, int] | None:
