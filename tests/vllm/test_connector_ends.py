@@ -33,6 +33,11 @@ def prompt() -> list[int]:
     return [drawn.randrange(256) for _ in range(1_500)]
 
 
+def meet(meeting: Meeting, prompt: list[int]) -> None:
+    """They are connected: a prefill server that never was there is missed only when a transfer's time is up."""
+    meeting.ask(f"met-{time.monotonic_ns()}", prompt[:50])
+
+
 def right_again(meeting: Meeting, alone: Instance, prompt: list[int]) -> None:
     meeting.quiet(SOON + LOOK)
     assert meeting.ask(f"after-{time.monotonic_ns()}", prompt) == alone.tokens(prompt, 12)
@@ -118,9 +123,9 @@ def test_both_clients_leave_before_anything_began(meeting, alone, prompt):
 
 
 def test_prefill_is_killed_while_decode_waits(meeting, alone, prompt):
-    to_prefill, to_decode = meeting.parameters()
+    meet(meeting, prompt[::-1])
+    _, to_decode = meeting.parameters()
     meeting.decode.add("waits", prompt, 12, to_decode)
-    meeting.prefill.signal(signal.SIGSTOP)  # in mid-prompt, so that the kill is not too late
     meeting.prefill.kill()
     assert meeting.decode.ended("waits", 30).tokens == alone.tokens(prompt, 12)
     meeting.decode.quiet(SOON + LOOK)
@@ -129,6 +134,7 @@ def test_prefill_is_killed_while_decode_waits(meeting, alone, prompt):
 
 
 def test_prefill_is_killed_in_mid_prompt(meeting, alone, prompt):
+    meet(meeting, prompt[::-1])
     to_prefill, to_decode = meeting.parameters()
     meeting.decode.add("torn", prompt, 12, to_decode)
     meeting.prefill.add("torn-p", prompt, 1, to_prefill)
@@ -140,8 +146,8 @@ def test_prefill_is_killed_in_mid_prompt(meeting, alone, prompt):
 
 
 def test_a_frozen_prefill_is_given_up(meeting, alone, prompt):
+    meet(meeting, prompt[::-1])
     to_prefill, to_decode = meeting.parameters()
-    meeting.ask("warm", prompt[:100])
     meeting.decode.add("frozen", prompt, 12, to_decode)
     meeting.prefill.signal(signal.SIGSTOP)
     try:

@@ -12,7 +12,7 @@ from settings import Settings
 LENGTHS = (1, 17, 128, 129, 256, 257, 300, 385, 700, 1_100)
 
 KINDS = {
-    "mla": (Settings(model("mla")).but(block=16, blocks=1_024, prefix_caching=False),) * 2,
+    "mla": (Settings(model("mla"), dtype="bfloat16", block=16, blocks=1_024, prefix_caching=False),) * 2,  # its experts run in no other type
     "window": (Settings(model("window")),) * 2,
     "one head": (Settings(model("llama1")), Settings(model("llama1"), block=64)),
     "tp 2 to 1": (Settings(model("llama"), tp=2, cores=(0, 1)), Settings(model("llama"))),
