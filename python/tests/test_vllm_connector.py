@@ -352,6 +352,8 @@ def ranks():
 
     yield make
     for rank in made:
+        if isinstance(rank.side, DecodeSide):
+            rank.side.close()
         rank.session.close()
 
 
@@ -437,6 +439,15 @@ def test_what_can_not_begin_is_reported_at_once(ranks):
     decode.side.begin(Step(loads=[load(prefill, 0, 99, [1, 2, 3, 4], refused="no key"), load(prefill, 0, 99, [1, 2, 3, BLOCKS], "e", key="other")]))
     landed = decode.side.heard()
     assert landed.over == landed.failed == {"d", "e"} and decode.counts.refused == 2
+
+
+def test_who_is_not_there_is_not_waited_for(ranks):
+    prefill, decode = ranks("prefill", 32), ranks("decode", 32)
+    gone = dataclasses.replace(load(prefill, 0, 99, [1, 2, 3, 4]), sources=["tcp://127.0.0.1:1"])
+    begun = time.monotonic()
+    decode.side.begin(Step(loads=[gone]))
+    assert next(landed for landed in decode.heard(over) if landed.over).failed == {"d"}
+    assert time.monotonic() - begun < LONG / 2
 
 
 def test_an_offer_with_a_key_in_use_is_computed_and_not_sent(ranks):

@@ -145,8 +145,8 @@ class Child:
         self.engine, self.out = engine, out
         self.tables: dict[str, tuple] = {}
         self.steps = 0
-        if engine.scheduler.connector is not None:
-            self._listen()
+        if engine.scheduler.connector is not None and engine.scheduler.vllm_config.parallel_config.world_size == 1:
+            self._listen()  # with more ranks, they are processes of their own
 
     def _listen(self) -> None:
         """Remember each request's blocks as the connector is told them."""

@@ -33,11 +33,6 @@ def prompt() -> list[int]:
     return [drawn.randrange(256) for _ in range(1_500)]
 
 
-def meet(meeting: Meeting, prompt: list[int]) -> None:
-    """They are connected: a prefill server that never was there is missed only when a transfer's time is up."""
-    meeting.ask(f"met-{time.monotonic_ns()}", prompt[:50])
-
-
 def right_again(meeting: Meeting, alone: Instance, prompt: list[int]) -> None:
     meeting.quiet(SOON + LOOK)
     assert meeting.ask(f"after-{time.monotonic_ns()}", prompt) == alone.tokens(prompt, 12)
@@ -60,7 +55,7 @@ def test_decode_asks_and_prefill_never_comes(meeting, alone, prompt):
 
 
 def test_decode_asks_where_nobody_listens(meeting, alone, prompt):
-    _, to_decode = meeting.parameters(seconds=1.0)
+    _, to_decode = meeting.parameters()
     to_decode["kvloom"]["prefill"] = ["tcp://127.0.0.1:1"]
     meeting.decode.add("nobody", prompt, 12, to_decode)
     assert meeting.decode.ended("nobody", 30).tokens == alone.tokens(prompt, 12)
@@ -123,7 +118,6 @@ def test_both_clients_leave_before_anything_began(meeting, alone, prompt):
 
 
 def test_prefill_is_killed_while_decode_waits(meeting, alone, prompt):
-    meet(meeting, prompt[::-1])
     _, to_decode = meeting.parameters()
     meeting.decode.add("waits", prompt, 12, to_decode)
     meeting.prefill.kill()
@@ -134,7 +128,6 @@ def test_prefill_is_killed_while_decode_waits(meeting, alone, prompt):
 
 
 def test_prefill_is_killed_in_mid_prompt(meeting, alone, prompt):
-    meet(meeting, prompt[::-1])
     to_prefill, to_decode = meeting.parameters()
     meeting.decode.add("torn", prompt, 12, to_decode)
     meeting.prefill.add("torn-p", prompt, 1, to_prefill)
@@ -146,7 +139,7 @@ def test_prefill_is_killed_in_mid_prompt(meeting, alone, prompt):
 
 
 def test_a_frozen_prefill_is_given_up(meeting, alone, prompt):
-    meet(meeting, prompt[::-1])
+    meeting.ask(f"met-{time.monotonic_ns()}", prompt[:50])  # who was frozen before they met is missed when time is up
     to_prefill, to_decode = meeting.parameters()
     meeting.decode.add("frozen", prompt, 12, to_decode)
     meeting.prefill.signal(signal.SIGSTOP)

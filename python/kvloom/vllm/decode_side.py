@@ -14,6 +14,7 @@ from typing import Any
 import kvloom
 from kvloom.vllm.layouts import NULL_BLOCK, Placed
 from kvloom.vllm.metadata import Load, Step
+from kvloom.vllm.reach import Probe
 from kvloom.vllm.stats import Counts
 
 logger = logging.getLogger("vllm.kvloom")
@@ -44,6 +45,7 @@ class DecodeSide:
         self._key: dict[str, kvloom.TransferKey] = {}
         self._waited: list[Incoming] = []  # that this step's forward pass waits for
         self._landed = Landed()
+        self._probe = Probe(session.cancel)
 
     @property
     def open(self) -> bool:
@@ -70,6 +72,7 @@ class DecodeSide:
             self._fail(incoming, str(error))
             return
         self._in[key] = incoming
+        self._probe.ask(key, [source if isinstance(source, str) else source[0] for source in load.sources])
         if load.end > load.begin:
             self._key[load.request] = key
         if load.sync:
@@ -122,6 +125,9 @@ class DecodeSide:
             self.session.wait_released(key, self.GRACE)
         except kvloom.Error as error:
             logger.error("kvloom: pages of transfer %s are used though they may still be written: %s", key, error)
+
+    def close(self) -> None:
+        self._probe.close()
 
     def end_step(self) -> None:
         self._waited = []

@@ -178,4 +178,6 @@ class WorkerSide:
                 continue
             if self._settings.trace:
                 pathlib.Path(self._settings.trace, f"{name}-{self._rank}-{os.getpid()}.json").write_text(side.session.trace())
+            if side is self.decode:
+                self.decode.close()
             side.session.close()
