@@ -6,6 +6,7 @@ import socket
 from instance import Instance
 from settings import Settings, connector
 
+SILENCE = 8.0  # seconds; the tests' machine may give an engine nothing for a while, and nobody is frozen then
 SECONDS = 60.0  # of a transfer, where its end is not the point
 
 
@@ -27,7 +28,8 @@ def free_ports(count: int) -> int:
 
 
 def kvloom_connector(role: str, policy: str = "recompute", **extra) -> dict:
-    return connector("KVLoomConnector", "kvloom.vllm", role, **extra) | {"kv_load_failure_policy": policy}
+    patient = {"silence": SILENCE, **extra}
+    return connector("KVLoomConnector", "kvloom.vllm", role, **patient) | {"kv_load_failure_policy": policy}
 
 
 class Meeting:

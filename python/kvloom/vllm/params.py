@@ -74,7 +74,8 @@ class Settings:
     per_layer_start: bool = False
     """Decode begins with its first layer while later ones arrive; each layer is waited for."""
     heartbeat: float = 0.25
-    silence: float = 1.0
+    silence: float = 3.0
+    """As kvloom's sessions; but engines share their cores with the session's thread, so a peer may be silent for longer."""
     grace: float = 1.0
     log: str = ""
     """Level of the sessions' own lines on stderr; empty: none."""
