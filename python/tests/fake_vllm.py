@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib.util
 import sys
 import types
@@ -18,19 +19,47 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 def install() -> None:
     """@post kvloom.vllm's halves can be imported: with the real vLLM if there is one."""
-    if importlib.util.find_spec("vllm") is not None:
+    if "vllm" in sys.modules or importlib.util.find_spec("vllm") is not None:
         return
     class Stats:
         def __init__(self, data: dict | None = None) -> None:
             self.data = data or {}
             self.__post_init__()
 
-    for name in ("vllm", *(".".join(BASE.split(".")[:n]) for n in range(2, 6)), f"{BASE}.base", f"{BASE}.metrics"):
+    packages = [".".join(BASE.split(".")[:n]) for n in range(1, 6)]
+    for name in (*packages, f"{BASE}.base", f"{BASE}.metrics", "vllm.platforms", "torch", "torch.overrides"):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = []
-    base, metrics = sys.modules[f"{BASE}.base"], sys.modules[f"{BASE}.metrics"]
+    sys.modules[BASE].base = base = sys.modules[f"{BASE}.base"]
     base.KVConnectorMetadata = base.KVConnectorHandshakeMetadata = object
+    base.KVConnectorBase_V1, base.SupportsHMA = Base, type("SupportsHMA", (), {})
+    base.KVConnectorRole, base.KVConnectorTransferResults = Role, types.SimpleNamespace
+    metrics = sys.modules[f"{BASE}.metrics"]
     metrics.KVConnectorStats, metrics.KVConnectorPromMetrics = Stats, object
+    sys.modules["vllm"].__version__ = "0.32.0"
+    sys.modules["vllm.platforms"].current_platform = types.SimpleNamespace(device_type="cpu")
+    torch = sys.modules["torch"]
+    torch.Tensor, torch.device, torch.from_dlpack = Tensor, Device, np.asarray
+    torch.zeros = torch.empty = None
+    sys.modules["torch.overrides"].TorchFunctionMode = object
+
+
+class Role(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Base:
+    """KVConnectorBase_V1, as far as it does anything."""
+
+    def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
+        self._kv_cache_config, self._connector_metadata = kv_cache_config, None
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
 
 
 @dataclasses.dataclass
@@ -101,6 +130,7 @@ class MambaSpec(KVCacheSpec): ...
 @dataclasses.dataclass(frozen=True)
 class Device:
     type: str = "cpu"
+    index: int | None = None
 
 
 class Tensor:
