@@ -26,7 +26,7 @@ from harness import Pool, until
 from in_process import Engine, Ended
 from settings import Settings
 
-START_DEADLINE = 240.0  # seconds
+START_DEADLINE = 600.0  # seconds; where others take the cores, an engine takes minutes to start
 DEADLINE = 120.0
 
 
