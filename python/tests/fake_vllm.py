@@ -171,3 +171,7 @@ def config(heads: int, layers: int, isa: str = "vec", tp: int = 1, rank: int = 0
 
 def name_of(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
+
+
+def plain(layers: int, block: int, **spec) -> list:
+    return [(FullAttentionSpec(block, **spec), [name_of(n) for n in range(layers)])]
