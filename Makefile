@@ -1,14 +1,17 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench mutants soak format clean
+.PHONY: help demo test test-vllm check bench mutants soak format clean
 
 help: ## Say what there is
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: ## Install what is needed, build a release, move a KV cache between processes and check every byte
 	@scripts/demo.sh
 
 test: ## Everything that has to hold, from nothing: formatting, warnings, clang-tidy, all tests under sanitizers, fuzzing
 	@scripts/test.sh
+
+test-vllm: ## Install a real vLLM for CPUs and run what needs one: servers, the connector, recordings
+	@scripts/test_vllm.sh
 
 check: ## The inner loop: build what changed and run the quick tests (FOLDERS="plan bind" for some only)
 	@scripts/check.sh $(FOLDERS)

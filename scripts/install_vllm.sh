@@ -18,7 +18,7 @@ torch_version=2.13.0
 runtime_version=13.0.96 # nvidia-cuda-runtime, 2 MB: answers "no device", as torch expects of it
 
 folder="${1:-${KVLOOM_VLLM_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/kvloom/vllm-$vllm_version}}"
-made_by="$(cat scripts/install_vllm.sh scripts/vllm/*.py scripts/vllm/locked.txt | sha256sum | cut -d' ' -f1)"
+made_by="$(cat scripts/install_vllm.sh scripts/vllm/*.* | sha256sum | cut -d' ' -f1)"
 
 pick_python() {
   local name

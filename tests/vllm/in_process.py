@@ -78,6 +78,15 @@ class Engine:
             ended |= {one.name: one for one in self.step()}
         raise RuntimeError(f"requests are still open after {steps} steps")
 
+    def drain(self, steps: int = 10_000) -> dict[str, Ended]:
+        """Step until the scheduler has nothing left either: blocks that the connector keeps are back. @error not within `steps`: RuntimeError."""
+        ended: dict[str, Ended] = {}
+        for _ in range(steps):
+            if not self.busy and not self.scheduler.has_requests():
+                return ended
+            ended |= {one.name: one for one in self.step()}
+        raise RuntimeError(f"the scheduler still has requests after {steps} steps: {self.pool()}")
+
     def tokens(self, prompts: list[list[int]], max_tokens: int = 16) -> list[tuple[int, ...]]:
         """The answers to all, computed together."""
         names = [f"request-{number}" for number in range(len(prompts))]

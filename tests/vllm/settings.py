@@ -1,7 +1,8 @@
 """How a vLLM of the tests is set up, once for servers and for engines in the test's own process.  A value; knows no process.
 
 So that two servers fit on 2 cores with 24 GiB and their outputs can be compared token for token:
-  - one core and one OpenMP thread each (without OMP_NUM_THREADS vLLM's threads fight for the core: 8 times slower);
+  - one OpenMP thread each (without OMP_NUM_THREADS vLLM's threads fight for the core: 8 times slower), bound to a core only where times are
+    compared: bound to one that others use, a server waits while another core idles;
   - the pool is counted in blocks, not in GiB: `blocks`;
   - float32, greedy, --enforce-eager. What a token's logits are summed of depends on how its step was batched (chunk sizes, other requests),
     so two servers differ in the last bits. In bfloat16 that is enough to choose another of two near tokens; in float32 it wasn't seen to be.
@@ -34,7 +35,7 @@ class Settings:
     blocks: int = 256  # in the pool, the null block included
     prefix_caching: bool = True
     tp: int = 1
-    cores: tuple[int, ...] | None = None  # which cores its ranks are bound to, one each; None: any of the first ones
+    cores: tuple[int, ...] | None = None  # which cores its ranks are bound to, one each; None: to none, the kernel chooses
     seed: int = 0
     more: tuple[str, ...] = ()  # further words of the command line
     environment: tuple[tuple[str, str], ...] = ()
@@ -45,12 +46,11 @@ class Settings:
 
     def environment_of(self) -> dict[str, str]:
         """The variables that its processes run with, on top of the test's own."""
-        cores = self.cores if self.cores is not None else tuple(range(self.tp))
-        if len(cores) != self.tp:
-            raise ValueError(f"tp={self.tp} needs as many cores; cores={cores}")
+        if self.cores is not None and len(self.cores) != self.tp:
+            raise ValueError(f"tp={self.tp} needs as many cores; cores={self.cores}")
         return {
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in self.cores) if self.cores is not None else "nobind",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

@@ -1,0 +1,327 @@
+"""Replay: a connector class, called as a recording says.  Both sides in this process, metadata handed over as vLLM would.
+
+What is asked of the connector:
+  - its answers are those of the recording: tokens matched, blocks kept;
+  - each load and each kept request is reported once, none is reported that wasn't open;
+  - a load that the recording saw fail fails, others don't.
+When a report comes is the connector's: one that is early is taken, one that isn't there yet is waited for with empty steps, as a vLLM would take
+that has nothing else to do, up to `patience` seconds.  Thread: the caller's.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import threading
+import types
+from typing import Any
+
+from vllm_stand_in import modules
+from vllm_stand_in.recording import Call, Recording
+from vllm_stand_in.versions import Release
+
+PACE = 0.002  # seconds between empty steps
+IDLE = ("build_connector_meta handle_preemptions bind_connector_metadata start_load_kv wait_for_save get_transfer_results "
+        "get_block_ids_with_load_errors get_kv_connector_stats get_kv_connector_kv_cache_events build_connector_worker_meta "
+        "clear_connector_metadata update_connector_output take_events").split()  # fmt: skip
+SCHEDULERS = {"build_connector_meta", "update_connector_output", "take_events"}
+EMPTY = {"new": [], "cached": [], "resumed": [], "tokens": {}, "finished": [], "preempted": [], "sync_loads": False}
+
+
+class Differs(AssertionError):
+    """The connector did what the interface, or the recording, doesn't allow."""
+
+
+class Slots(list):
+    """A one-dimensional tensor of slots, as far as it is read."""
+
+    def __getitem__(self, key):
+        return Slots(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
+
+    def tolist(self) -> list[int]:
+        return list(self)
+
+    def numel(self) -> int:
+        return len(self)
+
+
+class Request:
+    """vLLM's Request, as a connector reads it. Tokens generated are zeros: only their number was recorded."""
+
+    def __init__(self, said: dict, block: int, params: dict | None):
+        self.request_id, self.prompt_token_ids, self.kv_transfer_params = said["id"], list(said["ids"]), params
+        self.num_prompt_tokens, self.max_tokens, self.arrival_time, self.priority = said["prompt"], 16, 0.0, 0
+        self.sampling_params, self.pooling_params, self.lora_request, self.cache_salt = None, None, None, None
+        self.mm_features: list = []
+        self.block_hashes: list[bytes] = []
+        self._block = block
+        self.update(said)
+
+    def update(self, said: dict) -> "Request":
+        """To the state of a snapshot."""
+        self.num_computed_tokens, self.num_output_tokens, self.num_preemptions = said["computed"], said["outputs"], said["preemptions"]
+        self.num_tokens = said["tokens"]
+        self.status = modules.RequestStatus[said["status"]]
+        self.all_token_ids = self.prompt_token_ids + [0] * self.num_output_tokens
+        self.output_token_ids = self.all_token_ids[self.num_prompt_tokens :]
+        for number in range(len(self.block_hashes), said["hashes"]):
+            before = self.block_hashes[-1] if self.block_hashes else b""
+            tokens = repr(self.all_token_ids[number * self._block : (number + 1) * self._block]).encode()
+            self.block_hashes.append(hashlib.sha256(before + tokens).digest())
+        return self
+
+    def is_finished(self) -> bool:
+        return modules.RequestStatus.is_finished(self.status)
+
+
+class Replay:
+    """One connector class by one recording, as one release. @pre within `installed` of that release."""
+
+    def __init__(self, connector: type, recording: Recording, release: str = "0.32.0", params: dict[str, dict] | None = None,
+                 extra: dict | None = None, patience: float = 10.0):  # fmt: skip
+        self._connector, self._recording, self._release = connector, recording, Release(release)
+        self._params, self._extra, self._patience = params, extra or {}, patience
+        self.sides: dict[str, Any] = {}
+        self.caches: dict[str, Any] = {}
+        self.requests: dict[str, Request] = {}
+        self.returned: dict[str, dict | None] = {}  # request -> the params that its end gave
+        self._metadata: list = []  # made by the scheduler's side, not bound by the worker's yet
+        self._output = modules.KVConnectorOutput()
+        self._open: dict[str, set[str]] = {"sending": set(), "recving": set()}
+        self._due: dict[str, set[str]] = {"sending": set(), "recving": set()}
+        self._failed: set[str] = set()
+        self._may_fail: set[str] = set()
+        self._batches: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """All of it. @error Differs."""
+        for step in self._recording.steps:
+            calls = self._release.order(list(step))
+            self._batches = {call.given["layer"]: self._batch(call.given["batch"]) for call in calls if call.name == "save_kv_layer"}
+            for call in calls:
+                self._drive(call)
+            self._wait_for_due()
+        if any(self._open.values()):
+            raise Differs(f"never reported: {self._open}")
+        if self._failed != self._may_fail:
+            raise Differs(f"loads that failed: {sorted(self._failed)}, and in the recording {sorted(self._may_fail)}")
+
+    # Steps.
+
+    def _drive(self, call: Call) -> None:
+        if call.name == "request_finished_all_groups" and not isinstance(self.sides["scheduler"], modules.SupportsHMA):
+            call = dataclasses.replace(call, name="request_finished", given={**call.given, "blocks": call.given["blocks"][0]})
+        own = getattr(self, f"_{call.name.strip('_')}", None)
+        if own is not None:
+            own(call)
+        else:
+            getattr(self.sides[call.side], call.name)()
+
+    def _wait_for_due(self) -> None:
+        """Empty steps until all that the recording saw reported by now is."""
+        for _ in range(int(self._patience / PACE)):
+            if not any(self._due.values()):
+                return
+            threading.Event().wait(PACE)
+            empty = [Call("scheduler" if name in SCHEDULERS else "worker", name, EMPTY if name == "build_connector_meta" else None) for name in IDLE]
+            self._batches = {}
+            for call in self._release.order(empty):
+                self._drive(call)
+        raise Differs(f"after {self._patience:g} s of empty steps not reported: {self._due}")
+
+    # The beginning.
+
+    def _init(self, call: Call) -> None:
+        said = call.given
+        self._said = said
+        role = modules.KVConnectorRole[call.side.upper()]
+        self.sides[call.side] = self._connector(self._vllm_config(said), role, self._cache_config(said))
+
+    def _vllm_config(self, said: dict) -> types.SimpleNamespace:
+        extra = dict(self._extra)
+        plain = types.SimpleNamespace
+        transfer = plain(
+            kv_role=said["kv_role"], is_kv_producer=said["kv_role"] in ("kv_producer", "kv_both"), kv_connector_extra_config=extra,
+            is_kv_consumer=said["kv_role"] in ("kv_consumer", "kv_both"), engine_id="stand-in", kv_load_failure_policy=said["load_failure"],
+            kv_buffer_device="cpu", kv_ip="127.0.0.1", kv_port=0, get_from_extra_config=lambda name, default: extra.get(name, default),
+        )  # fmt: skip
+        layers = sum(len(group["layers"]) for group in said["groups"])
+        heads = said["groups"][0].get("num_kv_heads", 1)
+        text = plain(architectures=["StandIn"], hidden_size=256, num_hidden_layers=layers)
+        model = plain(model="stand-in", dtype=said["groups"][0].get("dtype"), hf_config=text, hf_text_config=text, max_model_len=2048,
+                      get_total_num_kv_heads=lambda: heads, get_total_num_hidden_layers=lambda: layers)  # fmt: skip
+        names = [name for group in said["groups"] for name in group["layers"]]
+        return plain(
+            kv_transfer_config=transfer, model_config=model, cache_config=plain(block_size=said["block"], enable_prefix_caching=said["prefix_caching"]),
+            parallel_config=plain(tensor_parallel_size=said["tp"], pipeline_parallel_size=said["pp"], rank=0, world_size=said["tp"] * said["pp"],
+                                  decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_rank=0),
+            scheduler_config=plain(max_num_batched_tokens=said["chunk"], async_scheduling=said["async_scheduling"]),
+            compilation_config=plain(static_forward_context={name: plain(isa="vec", impl=plain(isa="vec")) for name in names}),
+        )  # fmt: skip
+
+    def _cache_config(self, said: dict) -> types.SimpleNamespace:
+        groups = []
+        for group in said["groups"]:
+            fields = {name: value for name, value in group.items() if name not in ("layers", "spec")}
+            groups.append(modules.KVCacheGroupSpec(list(group["layers"]), modules.SPECS[group["spec"]](**fields)))
+        tensors = [modules.KVCacheTensor(**one) for one in said["tensors"]]
+        return types.SimpleNamespace(num_blocks=said["blocks"], kv_cache_groups=groups, kv_cache_tensors=tensors, kv_cache_layout="LBHNC")
+
+    def _pool(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(num_gpu_blocks=self._said["blocks"])
+
+    def _bind_kv_cache_manager(self, _call: Call) -> None:
+        self.sides["scheduler"].bind_kv_cache_manager(types.SimpleNamespace(block_pool=self._pool()))
+
+    def _bind_gpu_block_pool(self, _call: Call) -> None:
+        self.sides["scheduler"].bind_gpu_block_pool(self._pool())
+
+    def _get_mem_pool_context(self, _call: Call) -> None:
+        self._memory = self.sides["worker"].get_mem_pool_context()
+
+    def _register_kv_caches(self, call: Call) -> None:
+        """Memory as it was laid out: a storage for each that there was, and views into it."""
+        import torch
+
+        lengths: dict[int, int] = {}
+        for said in call.given.values():
+            last = said["offset"] + sum((size - 1) * step for size, step in zip(said["shape"], said["stride"]))
+            lengths[said["storage"]] = max(lengths.get(said["storage"], 0), (last + 1) * getattr(torch, said["dtype"]).itemsize)
+        with getattr(self, "_memory", None) or contextlib.nullcontext():
+            storages = {number: torch.zeros(length, dtype=torch.int8) for number, length in lengths.items()}
+        for name, said in call.given.items():
+            typed = storages[said["storage"]].view(getattr(torch, said["dtype"]))
+            self.caches[name] = typed.as_strided(said["shape"], said["stride"], said["offset"])
+        self.sides["worker"].register_kv_caches(self.caches)
+
+    def _set_host_xfer_buffer_ops(self, _call: Call) -> None:
+        self.sides["worker"].set_host_xfer_buffer_ops(lambda *_: None)
+
+    def _get_handshake_metadata(self, _call: Call) -> None:
+        self._handshake = self.sides["worker"].get_handshake_metadata()
+
+    def _set_xfer_handshake_metadata_pp_aware(self, _call: Call) -> None:
+        self.sides["scheduler"].set_xfer_handshake_metadata_pp_aware({(0, 0): self._handshake} if self._handshake is not None else {})
+
+    # The scheduler's side.
+
+    def _on_new_request(self, call: Call) -> None:
+        said = call.given
+        params = said["params"] if self._params is None else self._params.get(said["id"])
+        self.requests[said["id"]] = Request(said, self._said["block"], params)
+        self.sides["scheduler"].on_new_request(self.requests[said["id"]])
+
+    def _request(self, said: dict) -> Request:
+        return self.requests[said["id"]].update(said)
+
+    def _get_num_new_matched_tokens(self, call: Call) -> None:
+        request = self._request(call.given["request"])
+        answer = self.sides["scheduler"].get_num_new_matched_tokens(request, call.given["computed"])
+        if list(answer) != call.gives:
+            raise Differs(f"{request.request_id}: get_num_new_matched_tokens gave {answer}, and in the recording {tuple(call.gives)}")
+
+    def _update_state_after_alloc(self, call: Call) -> None:
+        request, external = self._request(call.given["request"]), call.given["external"]
+        blocks = modules.KVCacheBlocks(tuple([modules.KVCacheBlock(number) for number in group] for group in call.given["blocks"]))
+        self.sides["scheduler"].update_state_after_alloc(request, blocks, external)
+        if external and self._asynchronous(request.request_id):
+            self._open["recving"].add(request.request_id)
+
+    def _asynchronous(self, name: str) -> bool:
+        """Whether the recording answered that the load of this request is asynchronous."""
+        matched = [call for call in self._recording.calls() if call.name == "get_num_new_matched_tokens" and call.given["request"]["id"] == name]
+        return any(call.gives[0] and call.gives[1] for call in matched)
+
+    def _build_connector_meta(self, call: Call) -> None:
+        self._metadata.append(self.sides["scheduler"].build_connector_meta(self._scheduler_output(call.given)))
+        self._finished = set(call.given["finished"])
+
+    def _scheduler_output(self, said: dict) -> types.SimpleNamespace:
+        plain = types.SimpleNamespace
+        new = [
+            plain(req_id=one["id"], prompt_token_ids=self.requests[one["id"]].prompt_token_ids, block_ids=tuple(one["blocks"]), mm_features=[],
+                  num_computed_tokens=one["computed"], sampling_params=None, lora_request=None)
+            for one in said["new"]
+        ]  # fmt: skip
+        cached = said["cached"]
+        again = plain(
+            req_ids=[one["id"] for one in cached], resumed_req_ids=set(said["resumed"]), new_token_ids=[], all_token_ids={},
+            new_block_ids=[None if one["blocks"] is None else tuple(one["blocks"]) for one in cached],
+            num_computed_tokens=[one["computed"] for one in cached], num_output_tokens=[one["outputs"] for one in cached], num_reqs=len(cached),
+        )  # fmt: skip
+        fields = {"has_sync_kv_loads": said["sync_loads"]} if self._release.loads_after_layers else {}
+        return plain(
+            scheduled_new_reqs=new, scheduled_cached_reqs=again, num_scheduled_tokens=dict(said["tokens"]), finished_req_ids=set(said["finished"]),
+            total_num_scheduled_tokens=sum(said["tokens"].values()), preempted_req_ids=set(said["preempted"]), scheduled_spec_decode_tokens={},
+            new_block_ids_to_zero=None, kv_connector_block_state=None, **fields,
+        )  # fmt: skip
+
+    def _update_connector_output(self, _call: Call) -> None:
+        output, self._output = self._output, modules.KVConnectorOutput()
+        self.sides["scheduler"].update_connector_output(output)
+
+    def _request_finished(self, call: Call) -> None:
+        self._ended(call, self.sides["scheduler"].request_finished, call.given["blocks"])
+
+    def _request_finished_all_groups(self, call: Call) -> None:
+        self._ended(call, self.sides["scheduler"].request_finished_all_groups, tuple(call.given["blocks"]))
+
+    def _ended(self, call: Call, ended, blocks) -> None:
+        request = self._request(call.given["request"])
+        kept, self.returned[request.request_id] = ended(request, blocks)
+        if kept != call.gives[0]:
+            raise Differs(f"{request.request_id}: its blocks are kept: {kept}, and in the recording: {call.gives[0]}")
+        if kept:
+            self._open["sending"].add(request.request_id)
+
+    def _has_pending_block_frees(self, _call: Call) -> None:
+        self.sides["scheduler"].has_pending_block_frees()
+
+    # The worker's side.
+
+    def _handle_preemptions(self, _call: Call) -> None:
+        self.sides["worker"].handle_preemptions(self._metadata[0])
+
+    def _bind_connector_metadata(self, _call: Call) -> None:
+        self.sides["worker"].bind_connector_metadata(self._metadata.pop(0))
+
+    def _batch(self, said: dict | None) -> types.SimpleNamespace | None:
+        if said is None:
+            return None
+        slots = Slots(slot for first, count in said["slots"] or () for slot in range(first, first + count))
+        return types.SimpleNamespace(num_actual_tokens=said["tokens"], slot_mapping=slots)
+
+    def _start_load_kv(self, _call: Call) -> None:
+        layers = {name: types.SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}
+        context = types.SimpleNamespace(no_compile_layers=layers, attn_metadata=dict(self._batches) or None, slot_mapping={})
+        self.sides["worker"].start_load_kv(context)
+
+    def _wait_for_layer_load(self, call: Call) -> None:
+        self.sides["worker"].wait_for_layer_load(call.given)
+
+    def _save_kv_layer(self, call: Call) -> None:
+        name = call.given["layer"]
+        self.sides["worker"].save_kv_layer(name, self.caches[name], self._batches[name])
+
+    def _get_transfer_results(self, call: Call) -> None:
+        got = self.sides["worker"].get_transfer_results(set(self._finished))
+        self._reported(call, set(got.finished_sending), set(got.finished_recving), set(got.failed_recving))
+
+    def _get_finished(self, call: Call) -> None:
+        sent, received = self.sides["worker"].get_finished(set(self._finished))
+        self._reported(call, set(sent or ()), set(received or ()), set())
+
+    def _reported(self, call: Call, sent: set[str], received: set[str], failed: set[str]) -> None:
+        if not failed <= received:
+            raise Differs(f"a failed load must be reported as received, too: {failed - received}")
+        recorded = call.gives or [[], [], []]
+        for kind, now, then in (("sending", sent, recorded[0]), ("recving", received, recorded[1])):
+            if wrong := now - self._open[kind]:
+                raise Differs(f"reported as finished {kind}, and not open, or for the second time: {sorted(wrong)}")
+            self._open[kind] -= now
+            self._due[kind] = (self._due[kind] | set(then)) & self._open[kind]
+        self._failed |= failed
+        self._may_fail |= set(recorded[2]) if self._release.has("get_transfer_results") else set()
+        self._output.finished_sending, self._output.finished_recving, self._output.failed_recving = sent, received, failed
+
+    def _get_block_ids_with_load_errors(self, _call: Call) -> None:
+        self._output.invalid_block_ids = set(self.sides["worker"].get_block_ids_with_load_errors())
