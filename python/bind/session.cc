@@ -46,7 +46,7 @@ struct PaceWords {
 
 class Source : public HeldSession<SourceSession, SourceEvent> {
  public:
-  Source(std::shared_ptr<Carrier> carrier, const HeldCache& cache, const CommonWords& common, SourceOptions options)
+  Source(const std::shared_ptr<Carrier>& carrier, const HeldCache& cache, const CommonWords& common, SourceOptions options)
       : HeldSession(carrier, common.sinks("prefill", cache.cache.rank)), side_(cache.cache.side) {
     check(*carrier, cache);
     keep(cache);
@@ -203,7 +203,7 @@ void bind_source(nb::module_& m) {
           "ready() of one layer for all requests of a step: `progress` = [(key, tokens)].")
       .def(
           "payload",
-          [](Source& source, const TransferKey& key, nb::bytes data) {
+          [](Source& source, const TransferKey& key, const nb::bytes& data) {
             const auto* begin = static_cast<const std::byte*>(data.data());
             std::vector<std::byte> bytes(begin, begin + data.size());
             const nb::gil_scoped_release free;
@@ -275,7 +275,7 @@ class Target : public HeldSession<TargetSession, TargetEvent> {
     const std::lock_guard lock(mutex_);
     sides_.erase(geometry);
   }
-  std::vector<CacheTable> tables_of(std::uint32_t geometry, std::unordered_map<std::string, CacheTable> tables) {
+  std::vector<CacheTable> tables_of(std::uint32_t geometry, std::unordered_map<std::string, CacheTable>&& tables) {
     const std::lock_guard lock(mutex_);
     const auto at = sides_.find(geometry);
     if (at == sides_.end()) refuse(Code::invalid_argument, "geometry {} is not described", geometry);
