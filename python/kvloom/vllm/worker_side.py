@@ -108,7 +108,7 @@ class WorkerSide:
         if transport.source_must_be_allocated and not shared:
             refuse(
                 "this vLLM does not let a connector say in what memory the KV cache of a CPU is allocated, so no other process can read it: "
-                "a prefill server on CPUs needs vLLM 0.32 or newer"
+                "a prefill server on CPUs needs vLLM 0.31 or newer"
             )
         cache = local_cache(self._placed, tensors, lend(transport, tensors.values(), shared))
         settings = self._settings
