@@ -114,7 +114,10 @@ def zeros(*size, dtype=None, device=None):
 
 
 def from_dlpack(array) -> Tensor:
-    """Of a numpy array of bytes."""
+    """Of an array of bytes, numpy's or one that it can see."""
+    import numpy
+
+    array = numpy.asarray(array)
     return Tensor(Storage(array.nbytes, array.ctypes.data, array), array.shape, None, DTYPES[str(array.dtype)])
 
 

@@ -73,6 +73,21 @@ class Request:
         return modules.RequestStatus.is_finished(self.status)
 
 
+class Pool:
+    """vLLM's BlockPool, as far as a connector may count on it: references of its own."""
+
+    def __init__(self, blocks: int):
+        self.num_gpu_blocks, self.blocks = blocks, [modules.KVCacheBlock(number) for number in range(blocks)]
+        self.held: list[int] = []
+
+    def touch(self, blocks) -> None:
+        self.held += [block.block_id for block in blocks]
+
+    def free_blocks(self, ordered_blocks) -> None:
+        for block in ordered_blocks:
+            self.held.remove(block.block_id)
+
+
 class Replay:
     """One connector class by one recording, as one release. @pre within `installed` of that release."""
 
@@ -83,6 +98,7 @@ class Replay:
         self.sides: dict[str, Any] = {}
         self.caches: dict[str, Any] = {}
         self.requests: dict[str, Request] = {}
+        self.pool: Pool | None = None
         self.returned: dict[str, dict | None] = {}  # request -> the params that its end gave
         self._metadata: list = []  # made by the scheduler's side, not bound by the worker's yet
         self._output = modules.KVConnectorOutput()
@@ -102,6 +118,8 @@ class Replay:
             self._wait_for_due()
         if any(self._open.values()):
             raise Differs(f"never reported: {self._open}")
+        if self.pool is not None and self.pool.held:
+            raise Differs(f"blocks that the connector held itself and did not give back: {self.pool.held}")
         if self._failed != self._may_fail:
             raise Differs(f"loads that failed: {sorted(self._failed)}, and in the recording {sorted(self._may_fail)}")
 
@@ -166,8 +184,9 @@ class Replay:
         tensors = [modules.KVCacheTensor(**one) for one in said["tensors"]]
         return types.SimpleNamespace(num_blocks=said["blocks"], kv_cache_groups=groups, kv_cache_tensors=tensors, kv_cache_layout="LBHNC")
 
-    def _pool(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(num_gpu_blocks=self._said["blocks"])
+    def _pool(self) -> "Pool":
+        self.pool = self.pool or Pool(self._said["blocks"])
+        return self.pool
 
     def _bind_kv_cache_manager(self, _call: Call) -> None:
         self.sides["scheduler"].bind_kv_cache_manager(types.SimpleNamespace(block_pool=self._pool()))

@@ -1,0 +1,71 @@
+"""Other kinds of caches and shardings with two real engines: MLA, sliding windows (two cache groups), one KV head, tp on either side.
+
+Two proofs. Tokens: those of one vLLM alone. Bytes: the checksums of each layer's rows, prefill's and decode's. Where tokens say nothing, bytes do:
+the experts of the MLA model run in bfloat16 only, where chunks of other sizes give other tokens; the window model answers its last token again.
+"""
+
+import contextlib
+import random
+
+import pytest
+from instance import Instance
+from meeting import Meeting
+from models import model
+from settings import Settings
+
+LENGTHS = (1, 17, 128, 129, 256, 257, 300, 385, 700, 1_100)
+
+KINDS = {
+    "mla": (Settings(model("mla"), dtype="bfloat16", prefix_caching=False),) * 2,
+    "window": (Settings(model("window")),) * 2,
+    "one head": (Settings(model("llama1")), Settings(model("llama1"), block=64)),
+    "tp 2 to 1": (Settings(model("llama"), tp=2, cores=(0, 1)), Settings(model("llama"))),
+    "tp 1 to 2": (Settings(model("llama")), Settings(model("llama"), tp=2, cores=(0, 1))),
+}
+LAYERS = 4
+
+
+def prompts() -> dict[int, list[int]]:
+    drawn = random.Random(11)
+    text = [drawn.randrange(256) for _ in range(max(LENGTHS))]
+    return {length: [length % 256, *text][:length] for length in LENGTHS}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mla"])
+def test_tokens_are_those_of_one_server(kind):
+    prefill, decode = KINDS[kind]
+    with contextlib.ExitStack() as stack:
+        with Instance(decode.but(tp=1, cores=(1,)), "alone") as alone:
+            alone.ready()
+            wanted = {length: alone.tokens(prompt, 12) for length, prompt in prompts().items()}
+        meeting = stack.enter_context(Meeting(prefill, decode)).ready()
+        for length, prompt in prompts().items():
+            assert meeting.ask(f"{length}", prompt) == wanted[length], length
+        assert meeting.ask("again", prompts()[1_100]) == wanted[1_100]  # with what both sides have kept
+        meeting.quiet()
+
+
+@pytest.mark.parametrize("kind", ["mla", "window", "one head"])
+def test_bytes_are_prefills(kind):
+    with Meeting(*KINDS[kind]) as meeting:
+        meeting.ready()
+        for length, prompt in prompts().items():
+            meeting.ask(f"{length}", prompt, max_tokens=1)
+            sent, landed = meeting.prefill.sums(f"{length}-p", length - 1), meeting.decode.sums(f"{length}", length - 1)
+            assert landed == sent and len(sent) == LAYERS, length
+            assert length == 1 or len(set(sent.values())) == LAYERS, length
+        meeting.quiet()
+
+
+def test_latent_tokens_are_those_that_prefill_would_have_gone_on_with():
+    """Chunks of 256, so that prefill computes the last token of these prompts alone, as decode does: the same sums, the same bits."""
+    drawn = random.Random(13)
+    with Meeting(*KINDS["mla"]) as meeting:
+        meeting.ready()
+        for length in (257, 513, 1_025):
+            prompt = [drawn.randrange(256) for _ in range(length)]
+            to_prefill, to_decode = meeting.parameters()
+            meeting.decode.add(f"{length}", prompt, 24, to_decode)
+            meeting.prefill.add(f"{length}-p", prompt, 24, to_prefill)
+            assert meeting.decode.ended(f"{length}").tokens == meeting.prefill.ended(f"{length}-p").tokens, length
+        meeting.quiet()
