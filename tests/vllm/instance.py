@@ -217,9 +217,9 @@ class Child:
             pages = placed.table(group, self.tables[name], tokens).pages
             for cache in group.caches:
                 tensor = worker.tensors[cache.name]
-                raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[tensor.storage_offset() * tensor.element_size() :]
+                raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())[tensor.storage_offset() * tensor.element_size() :]
                 begin = 0 if group.shape.window is None else max(0, tokens - group.shape.window.tokens)
-                total, _ = kvloom.checksum(placed.side, group.name, placed.rank, cache.layer, raw.numpy(), pages, (begin, tokens), tokens)
+                total, _ = kvloom.checksum(placed.side, group.name, placed.rank, cache.layer, raw.cpu().numpy(), pages, (begin, tokens), tokens)
                 out[f"{group.name} {cache.layer}"] = total
         return out
 

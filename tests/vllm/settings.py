@@ -37,6 +37,7 @@ class Settings:
     tp: int = 1
     cores: tuple[int, ...] | None = None  # which cores its ranks are bound to, one each; None: to none, the kernel chooses
     seed: int = 0
+    gpu_memory: float | None = None  # part of a GPU's memory that it may take; None: it is on a CPU
     more: tuple[str, ...] = ()  # further words of the command line
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -77,7 +78,12 @@ class Settings:
     def engine_arguments(self) -> dict:
         """The keyword arguments of vllm.LLM for the same."""
         arguments = {"model": str(self.model), "enforce_eager": True, **self._engine_fields()}
-        return arguments | ({"kv_transfer_config": self.connector} if self.connector is not None else {})
+        if self.gpu_memory is not None:
+            arguments["gpu_memory_utilization"] = self.gpu_memory
+        if self.connector is None:
+            return arguments
+        of_cpu = {"kv_buffer_device"} if self.gpu_memory is not None else set()
+        return arguments | {"kv_transfer_config": {name: value for name, value in self.connector.items() if name not in of_cpu}}
 
     def _engine_fields(self) -> dict:
         return {
