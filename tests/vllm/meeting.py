@@ -37,7 +37,8 @@ class Meeting:
 
     def __init__(self, prefill: Settings, decode: Settings, policy: str = "recompute", **extra):
         self.port = free_ports(prefill.tp)
-        self._prefill_settings = prefill.but(connector=kvloom_connector("kv_producer", control_port=self.port), cores=prefill.cores or (0,) * prefill.tp)
+        prefill_connector = kvloom_connector("kv_producer", control_port=self.port)
+        self._prefill_settings = prefill.but(connector=prefill_connector, cores=prefill.cores or (0,) * prefill.tp)
         decode_settings = decode.but(connector=kvloom_connector("kv_consumer", policy, **extra), cores=decode.cores or (1,) * decode.tp)
         self.prefill = Instance(self._prefill_settings, "prefill")
         self.decode = Instance(decode_settings, "decode")

@@ -22,7 +22,7 @@ KINDS = {
     "tp 2 to 1": (Settings(model("llama"), tp=2, cores=(0, 1)), Settings(model("llama"))),
     "tp 1 to 2": (Settings(model("llama")), Settings(model("llama"), tp=2, cores=(0, 1))),
 }
-LAYERS = 4
+LEAST_LAYERS = 4
 
 
 def prompts() -> dict[int, list[int]]:
@@ -52,8 +52,8 @@ def test_bytes_are_prefills(kind):
         for length, prompt in prompts().items():
             meeting.ask(f"{length}", prompt, max_tokens=1)
             sent, landed = meeting.prefill.sums(f"{length}-p", length - 1), meeting.decode.sums(f"{length}", length - 1)
-            assert landed == sent and len(sent) == LAYERS, length
-            assert length == 1 or len(set(sent.values())) == LAYERS, length
+            assert landed == sent and len(sent) >= LEAST_LAYERS, length
+            assert length == 1 or len(set(sent.values())) == len(sent), length  # random rows: no two layers are alike
         meeting.quiet()
 
 
