@@ -214,7 +214,7 @@ class Child:
         worker = get_kv_transfer_group()._worker
         placed, out = worker._placed, {}
         for group in placed.groups:
-            pages = placed.table(group, self.tables[name], tokens).pages
+            pages = [max(0, page) for page in placed.table(group, self.tables[name], tokens).pages]  # columns before a window: not read
             for cache in group.caches:
                 tensor = worker.tensors[cache.name]
                 raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())[tensor.storage_offset() * tensor.element_size() :]
