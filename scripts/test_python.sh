@@ -31,7 +31,9 @@ environment() { # PYTHON FOLDER PACKAGES...
 make_wheel() { # VERSION
   local log="$here/wheel-$1.log"
   rm -rf "$here/wheel-$1" "$here/dist-$1"
-  if ! PATH="$PWD/$here/venv-$1/bin:$PATH" "$here/venv-$1/bin/pip" wheel . -v --no-deps --no-build-isolation -w "$here/wheel-$1" >"$log" 2>&1; then
+  # In batches of files: half the time of a build from nothing, the same wheel.
+  if ! PATH="$PWD/$here/venv-$1/bin:$PATH" "$here/venv-$1/bin/pip" wheel . -v --no-deps --no-build-isolation \
+    -Ccmake.define.KVLOOM_UNITY=ON -w "$here/wheel-$1" >"$log" 2>&1; then
     tail -n 60 "$log"
     return 1
   fi
