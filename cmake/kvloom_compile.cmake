@@ -22,7 +22,7 @@ function(kvloom_own target)
   set_target_properties(${target} PROPERTIES CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF UNITY_BUILD ${KVLOOM_UNITY})
   # Some files have names of their own that others have too: twins (sender and receiver), and each transport's inner words.
   get_target_property(alone ${target} SOURCES)
-  list(FILTER alone INCLUDE REGEX "/(sender|receiver|metrics|wire|cases|conformance|loopback|sharding|session/trace|shm/shm|sim/world|(plan|tools)/(plan|text|tables|verb))(_test)?\\.cc$")
+  list(FILTER alone INCLUDE REGEX "/(sender|receiver|metrics|wire|cases|conformance|loopback|sharding|session/trace|shm/shm|shm/hostile|sim/world|(plan|tools)/(plan|text|tables|verb))(_test)?\\.cc$")
   set_source_files_properties(${alone} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   target_compile_options(${target} PRIVATE
     -Wall -Wextra $<$<CXX_COMPILER_ID:Clang>:-Wpedantic>  # GCC's forbids __int128, and can't be told not to
