@@ -20,6 +20,7 @@ using GpuClock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kGpuPatience{30};
 constexpr Tag kGpuTag{1};
 constexpr std::int64_t kGpuPage = 36'864;
+constexpr std::int64_t kGpuPost = 32 << 20;  // bytes of a post
 
 double seconds_since(GpuClock::time_point begin) { return std::chrono::duration<double>(GpuClock::now() - begin).count(); }
 
@@ -49,18 +50,52 @@ class GpuPair {
   CUdeviceptr from() const { return reinterpret_cast<CUdeviceptr>(from_.base()); }
   CUdeviceptr to() const { return reinterpret_cast<CUdeviceptr>(to_.base()); }
 
-  // Seconds until all of it has landed and the source knows.
+  // The target polls on a thread of its own, as an endpoint does, until rest().
+  void go() {
+    over_ = false;
+    thread_ = std::thread([this] {
+      target_->take_over();
+      while (!over_) {
+        at_target_.clear();
+        target_->poll({.copy = target_->abilities().copy_a_poll}, at_target_);
+        for (const Event& event : at_target_)
+          if (std::holds_alternative<Notice>(event)) heard_at_ = GpuClock::now().time_since_epoch().count();
+      }
+    });
+  }
+  void rest() {
+    over_ = true;
+    thread_.join();
+    target_->take_over();
+  }
+
+  // Seconds until all of it has landed and the source knows. Posts are of a layer's size, one behind the other, as a session's are.  @pre go()
   Expected<double> push(std::span<const Run> runs) {
     const auto begin = GpuClock::now();
-    const PostId post = source_->write({from_.id(), remote_, kGpuTag, runs});
-    auto done = poll_both([&] { return find<Completed>(at_source_, [&](const Completed& c) { return c.post == post; }); });
-    if (!done) return tl::unexpected(done.error());
-    if (!done->delivered) return tl::unexpected(done->delivered.error());
+    std::size_t open = 0;
+    at_source_.clear();
+    while (!runs.empty()) {
+      std::size_t count = 0;
+      for (std::int64_t bytes = 0; count < runs.size() && bytes < kGpuPost; ++count) bytes += runs[count].total().value;
+      source_->write({from_.id(), remote_, kGpuTag, runs.first(count)});
+      ++open;
+      runs = runs.subspan(count);
+      source_->poll({}, at_source_);
+    }
+    for (std::size_t seen = 0; open > 0; source_->poll({}, at_source_)) {
+      for (; seen < at_source_.size(); ++seen) {
+        if (const auto* done = std::get_if<Completed>(&at_source_[seen]); done != nullptr) {
+          if (!done->delivered) return tl::unexpected(done->delivered.error());
+          --open;
+        }
+      }
+      if (GpuClock::now() - begin > kGpuPatience) return fail(Code::deadline, "nothing landed within {} s", kGpuPatience.count());
+    }
     return seconds_since(begin);
   }
 
   // Seconds from the moment in which the engine's stream has come to its event until the target hears that a page has landed. The stream says
-  // so by a word that it writes just before: a gate keeps it until all is in place, and the gate's own time is not ours.
+  // so by a word that it writes just before: a gate keeps it until all is in place, and the gate's own time is not ours.  @pre go()
   Expected<double> latency(CUstream engine) {
     auto gate = cuda::StreamGate::make(source_->gpu_owner());
     if (!gate) return tl::unexpected(gate.error());
@@ -71,65 +106,27 @@ class GpuPair {
     if (!work) return tl::unexpected(work.error());
     std::this_thread::yield();
     const std::vector<Run> runs = {{Bytes(0), Bytes(0), Bytes(kGpuPage)}};
-    std::atomic<bool> heard = false;
-    GpuClock::time_point end;
-    over_ = false;
-    started_ = GpuClock::now();
-    std::thread target([&] {
-      target_->take_over();
-      std::vector<Event> events;
-      while (GpuClock::now() - started_ < kGpuPatience) {
-        target_->poll({}, events);
-        if (!events.empty() && std::holds_alternative<Notice>(events.back())) break;
-      }
-      end = GpuClock::now();
-      heard = true;
-      while (!over_) target_->poll({}, events);
-    });
+    heard_at_ = 0;
+    const auto started = GpuClock::now();
     (*gate)->landed(LayerId(0));
-    while (*word_ != *reached && GpuClock::now() - started_ < kGpuPatience) {}
+    while (*word_ != *reached && GpuClock::now() - started < kGpuPatience) {}
     const auto begin = GpuClock::now();
     while (!(*work)->is_done().value_or(true)) {}
     source_->write({from_.id(), remote_, kGpuTag, runs});
     source_->notify(remote_.peer, kGpuTag, {});
-    std::vector<Event> events;
-    while ((!heard || events.size() < 2) && GpuClock::now() - started_ < kGpuPatience) source_->poll({}, events);
-    over_ = true;
-    target.join();
-    target_->take_over();
-    return std::chrono::duration<double>(end - begin).count();
+    at_source_.clear();
+    while ((heard_at_ == 0 || at_source_.size() < 2) && GpuClock::now() - started < kGpuPatience) source_->poll({}, at_source_);
+    if (heard_at_ == 0) return fail(Code::deadline, "no notice within {} s", kGpuPatience.count());
+    return std::chrono::duration<double>(GpuClock::duration(heard_at_) - begin.time_since_epoch()).count();
   }
 
  private:
   GpuPair() = default;
 
-  template <class T, class Is>
-  static std::optional<T> find(const std::vector<Event>& events, Is is) {
+  static const PeerUp* is_up(const std::vector<Event>& events) {
     for (const Event& event : events)
-      if (const auto* e = std::get_if<T>(&event); e != nullptr && is(*e)) return *e;
-    return std::nullopt;
-  }
-
-  // Until `done` of the source's events; the target polls beside it.
-  template <class Done>
-  auto poll_both(Done done) -> Expected<typename decltype(done())::value_type> {
-    std::atomic<bool> over = false;
-    std::thread target([&] {
-      target_->take_over();
-      while (!over) target_->poll({.copy = target_->abilities().copy_a_poll}, at_target_);
-    });
-    at_source_.clear();
-    const auto begin = GpuClock::now();
-    auto found = done();
-    while (!found && GpuClock::now() - begin < kGpuPatience) {
-      source_->poll({}, at_source_);
-      found = done();
-    }
-    over = true;
-    target.join();
-    target_->take_over();
-    if (!found) return fail(Code::deadline, "nothing landed within {} s", kGpuPatience.count());
-    return *found;
+      if (const auto* up = std::get_if<PeerUp>(&event); up != nullptr) return up;
+    return nullptr;
   }
 
   // The number that the stream is going to write to *word_.
@@ -154,9 +151,12 @@ class GpuPair {
   Expected<void> connect(std::int64_t bytes) {
     const auto peer = source_->connect(target_->address());
     if (!peer) return tl::unexpected(peer.error());
-    auto up = poll_both([&] { return find<PeerUp>(at_source_, [](const PeerUp&) { return true; }); });
-    if (!up) return tl::unexpected(up.error());
-    while (!find<PeerUp>(at_target_, [](const PeerUp&) { return true; })) target_->poll({}, at_target_);
+    const auto begin = GpuClock::now();
+    while (!is_up(at_source_) || !is_up(at_target_)) {
+      source_->poll({}, at_source_);
+      target_->poll({}, at_target_);
+      if (GpuClock::now() - begin > kGpuPatience) return fail(Code::deadline, "not connected within {} s", kGpuPatience.count());
+    }
     auto from = source_->allocate(Bytes(bytes)), to = target_->allocate(Bytes(bytes));
     if (!from) return tl::unexpected(from.error());
     if (!to) return tl::unexpected(to.error());
@@ -167,18 +167,30 @@ class GpuPair {
     const auto remote = source_->import_region(*peer, *key);
     if (!remote) return tl::unexpected(remote.error());
     remote_ = *remote;
-    return target_->admit(find<PeerUp>(at_target_, [](const PeerUp&) { return true; })->peer, kGpuTag);
+    return target_->admit(is_up(at_target_)->peer, kGpuTag);
   }
 
   std::unique_ptr<CudaTransport> source_, target_;
   Region from_, to_;
   RemoteRegion remote_;
   std::vector<Event> at_source_, at_target_;
+  std::thread thread_;  // of the target, from go() to rest()
   std::atomic<bool> over_ = false;
-  GpuClock::time_point started_;
-  volatile std::uint32_t* word_ = nullptr;  // pinned; to the end of the process, as this is
+  std::atomic<GpuClock::rep> heard_at_ = 0;  // of the last notice
+  volatile std::uint32_t* word_ = nullptr;   // pinned; to the end of the process, as this is
   CUdeviceptr word_address_ = 0;
   std::uint32_t marks_ = 0;
+};
+
+class Polling {
+ public:
+  explicit Polling(GpuPair& pair) : pair_(pair) { pair_.go(); }
+  Polling(const Polling&) = delete;
+  Polling& operator=(const Polling&) = delete;
+  ~Polling() { pair_.rest(); }
+
+ private:
+  GpuPair& pair_;
 };
 
 // ---- what is copied ----
@@ -262,14 +274,17 @@ Expected<GpuCopyRow> measure_shape(GpuPair& pair, const GpuShape& shape, int blo
   }
   const cuda::CopyCounts before = pair.target().counts();
   std::vector<double> ours, theirs;
-  for (int i = 0; i < repeats + 1; ++i) {
-    const auto copied = contiguous(pair, row.bytes, stream);
-    if (!copied) return tl::unexpected(copied.error());
-    const auto pushed = pair.push(shape.runs);
-    if (!pushed) return tl::unexpected(pushed.error());
-    if (i == 0) continue;  // warm
-    theirs.push_back(*copied);
-    ours.push_back(*pushed);
+  {
+    const Polling polling(pair);
+    for (int i = 0; i < repeats + 1; ++i) {
+      const auto copied = contiguous(pair, row.bytes, stream);
+      if (!copied) return tl::unexpected(copied.error());
+      const auto pushed = pair.push(shape.runs);
+      if (!pushed) return tl::unexpected(pushed.error());
+      if (i == 0) continue;  // warm
+      theirs.push_back(*copied);
+      ours.push_back(*pushed);
+    }
   }
   row.gb_per_s = static_cast<double>(row.bytes) * 1e-9 / median(ours);
   row.contiguous_gb_per_s = static_cast<double>(row.bytes) * 1e-9 / median(theirs);
@@ -313,6 +328,7 @@ Expected<GpuMeasurement> measure_gpu_copies(std::int64_t bytes, int repeats, con
     out.rows.push_back(std::move(*row));
   }
   std::vector<double> latencies;
+  const Polling polling(**few);
   constexpr int kLatencies = 200;
   for (int i = 0; i < kLatencies; ++i) {
     const auto latency = (*few)->latency(engine);

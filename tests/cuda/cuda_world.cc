@@ -109,9 +109,10 @@ CudaWorld::CudaWorld(CudaWorldOptions options) : options_(std::move(options)) {
 }
 
 CudaWorld::~CudaWorld() {
-  if (stream_ == nullptr) return;
-  const Current here = gpus_[0]->current();
-  driver_->cuStreamDestroy(stream_);
+  for (const auto& [ordinal, stream] : streams_) {
+    const Current here = gpu(ordinal)->current();
+    driver_->cuStreamDestroy(stream);
+  }
 }
 
 const GpuPtr& CudaWorld::gpu(int ordinal) {
@@ -121,12 +122,13 @@ const GpuPtr& CudaWorld::gpu(int ordinal) {
   return gpu;
 }
 
-CUstream CudaWorld::stream() {
-  if (stream_ == nullptr) {
-    const Current here = gpu()->current();
-    must(*gpu(), driver_->cuStreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, 0), "a stream");
+CUstream CudaWorld::stream(int ordinal) {
+  CUstream& stream = streams_[ordinal];
+  if (stream == nullptr) {
+    const Current here = gpu(ordinal)->current();
+    must(*gpu(ordinal), driver_->cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0), "a stream");
   }
-  return stream_;
+  return stream;
 }
 
 std::unique_ptr<Transport> CudaWorld::endpoint(std::vector<std::byte> hello) {
@@ -147,32 +149,37 @@ std::unique_ptr<ConformanceMemory> CudaWorld::memory(Bytes length) {
   return std::make_unique<AllocatedMemory>(gpu(options_.target_device), bytes);
 }
 
-bool CudaWorld::is_on_gpu(const std::byte* at) {
+std::optional<int> CudaWorld::gpu_of(const std::byte* at) {
   unsigned type = 0;
-  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE};
-  void* values[] = {&type};
+  int ordinal = 0;
+  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
+  void* values[] = {&type, &ordinal};
   const Current here = gpu()->current();
-  must(*gpu(), driver_->cuPointerGetAttributes(1, names, values, reinterpret_cast<CUdeviceptr>(at)), "asking about memory");
-  return type == CU_MEMORYTYPE_DEVICE;
+  must(*gpu(), driver_->cuPointerGetAttributes(2, names, values, reinterpret_cast<CUdeviceptr>(at)), "asking about memory");
+  return type == CU_MEMORYTYPE_DEVICE ? std::optional(ordinal) : std::nullopt;
 }
 
+// Memory of parts is only its own GPU's to touch.
 void CudaWorld::put(std::span<std::byte> to, std::span<const std::byte> bytes) {
   if (bytes.empty()) return;
-  if (!is_on_gpu(to.data())) return ConformanceWorld::put(to, bytes);
-  const CUstream own = stream();
-  const Current here = gpu()->current();
-  must(*gpu(), driver_->cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(to.data()), bytes.data(), bytes.size(), own), "put");
-  must(*gpu(), driver_->cuStreamSynchronize(own), "put");
+  const auto owner = gpu_of(to.data());
+  if (!owner) return ConformanceWorld::put(to, bytes);
+  const CUstream own = stream(*owner);
+  const Current here = gpu(*owner)->current();
+  must(*gpu(*owner), driver_->cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(to.data()), bytes.data(), bytes.size(), own),
+       "put");
+  must(*gpu(*owner), driver_->cuStreamSynchronize(own), "put");
 }
 
 std::vector<std::byte> CudaWorld::get(std::span<const std::byte> from) {
   if (from.empty()) return {};
-  if (!is_on_gpu(from.data())) return ConformanceWorld::get(from);
+  const auto owner = gpu_of(from.data());
+  if (!owner) return ConformanceWorld::get(from);
   std::vector<std::byte> out(from.size());
-  const CUstream own = stream();
-  const Current here = gpu()->current();
-  must(*gpu(), driver_->cuMemcpyDtoHAsync(out.data(), reinterpret_cast<CUdeviceptr>(from.data()), from.size(), own), "get");
-  must(*gpu(), driver_->cuStreamSynchronize(own), "get");
+  const CUstream own = stream(*owner);
+  const Current here = gpu(*owner)->current();
+  must(*gpu(*owner), driver_->cuMemcpyDtoHAsync(out.data(), reinterpret_cast<CUdeviceptr>(from.data()), from.size(), own), "get");
+  must(*gpu(*owner), driver_->cuStreamSynchronize(own), "get");
   return out;
 }
 

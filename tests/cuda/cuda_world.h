@@ -2,7 +2,9 @@
 // Memory comes as engines have it: cudaMalloc'ed, in parts (expandable segments), or the host's.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <optional>
 
 #include "kvloom/transport/cuda/cuda.h"
 #include "tests/conformance/conformance.h"
@@ -32,15 +34,15 @@ class CudaWorld final : public ConformanceWorld {
   std::vector<std::byte> get(std::span<const std::byte> from) override;
 
   const GpuPtr& gpu(int ordinal = 0);
-  CUstream stream();
+  CUstream stream(int ordinal = 0);
 
  private:
-  bool is_on_gpu(const std::byte* at);
+  std::optional<int> gpu_of(const std::byte* at);  // none: host memory
 
   CudaWorldOptions options_;
   std::shared_ptr<const Driver> driver_;
-  std::vector<GpuPtr> gpus_;  // by ordinal, once used
-  CUstream stream_ = nullptr;
+  std::vector<GpuPtr> gpus_;         // by ordinal, once used
+  std::map<int, CUstream> streams_;  // by ordinal
   int endpoints_ = 0;
 };
 

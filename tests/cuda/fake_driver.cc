@@ -209,7 +209,8 @@ CUresult fake_cuPointerGetAttributes(unsigned count, CUpointer_attribute* names,
 }
 CUresult fake_cuMemGetAddressRange(CUdeviceptr* begin, std::size_t* bytes, CUdeviceptr at) {
   const Range* range = memory().find(at);
-  if (range == nullptr) return CUDA_ERROR_NOT_FOUND;
+  const bool of_another = range != nullptr && range->kind == Range::Kind::allocated && range->device != device();
+  if (range == nullptr || of_another) return CUDA_ERROR_NOT_FOUND;  // seen on two H200: the owner's context has to be current
   if (begin != nullptr) *begin = range->begin;
   if (bytes != nullptr) *bytes = range->bytes;
   return CUDA_SUCCESS;

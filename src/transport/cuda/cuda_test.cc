@@ -349,7 +349,7 @@ void expect_all_bytes(CudaWorld& world) {
                   {Bytes(1 << 20), Bytes(2 << 20), Bytes(1 << 20)}};
   const PostId post = source.transport->write({from.id(), remote, kTag, runs});
   ASSERT_TRUE(drive({&source, &target}, [&] { return source.completed(post) != nullptr; }));
-  ASSERT_TRUE(source.completed(post)->delivered) << source.text();
+  ASSERT_TRUE(source.completed(post)->delivered) << source.text() << target.text();
   std::vector<std::byte> want(sent.size());
   copy_slowly(want, sent, runs);
   EXPECT_EQ(world.get(memory->span()), want);

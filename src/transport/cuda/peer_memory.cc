@@ -97,7 +97,11 @@ class PeerOurs final : public PeerMemory {
 Expected<std::unique_ptr<PeerMemory>> map_ours(const GpuPtr& gpu, const Words& words, Bytes length) {
   CUdeviceptr base = 0;
   std::size_t bytes = 0;
-  if (auto ok = gpu->check(gpu->driver().cuMemGetAddressRange(&base, &bytes, words.address), "memory at {:#x}", words.address);
+  // Not cuMemGetAddressRange: that knows the current context's memory only, and this may be another GPU's.
+  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+  void* values[] = {&base, &bytes};
+  if (auto ok = gpu->check(gpu->driver().cuPointerGetAttributes(std::size(names), names, values, words.address),
+                           "memory at {:#x}", words.address);
       !ok)
     return tl::unexpected(ok.error());
   if (auto ok = check_within(words.address - base, length, bytes); !ok) return tl::unexpected(ok.error());
