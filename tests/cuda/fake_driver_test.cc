@@ -305,10 +305,11 @@ TEST_F(FakeDriver, RunsTheCopyKernel) {
   CUmodule module = nullptr;
   CUfunction kernel = nullptr;
   ASSERT_EQ(cu.cuModuleLoadData(&module, "image"), CUDA_SUCCESS);
-  ASSERT_EQ(cu.cuModuleGetFunction(&kernel, module, "kvloom_copy_items"), CUDA_SUCCESS);
-  auto count = static_cast<unsigned>(items.size());
-  CUdeviceptr list_at = list;
-  void* parameters[] = {&list_at, &count};
+  ASSERT_EQ(cu.cuModuleGetFunction(&kernel, module, "kvloom_copy_list"), CUDA_SUCCESS);
+  CopyList words;
+  words.items = list;
+  words.item_count = static_cast<std::uint32_t>(items.size());
+  void* parameters[] = {&words};
   ASSERT_EQ(cu.cuLaunchKernel(kernel, 8, 1, 1, 1024, 1, 1, 0, nullptr, parameters, nullptr), CUDA_SUCCESS);
   std::vector<std::byte> want(bytes);
   const auto source = counted(bytes);

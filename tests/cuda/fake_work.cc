@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include "kvloom/transport/cuda/copy_items.h"
 #include "tests/cuda/fake_machine.h"
@@ -239,7 +240,7 @@ CUresult fake_cuModuleUnload(CUmodule handle) {
 CUresult fake_cuModuleGetFunction(CUfunction* out, CUmodule handle, const char* name) {
   const auto module = m().modules.find(handle);
   if (module == m().modules.end()) return CUDA_ERROR_INVALID_HANDLE;
-  if (std::string_view(name) != "kvloom_copy_items" && std::string_view(name) != "kvloom_copy_few") return CUDA_ERROR_NOT_FOUND;
+  if (std::string_view(name) != "kvloom_copy_list" && std::string_view(name) != "kvloom_copy_few") return CUDA_ERROR_NOT_FOUND;
   auto& kernels = module->second->kernels;
   kernels.push_back(std::make_unique<Kernel>(Kernel{module->second->device, name}));
   *out = reinterpret_cast<CUfunction>(kernels.back().get());
@@ -252,17 +253,24 @@ static const Kernel* find_kernel(const void* handle, int gpu) {
   return nullptr;
 }
 // As a GPU has it, the last block to be done writes the word.
-static CUresult run_copy_few(const FewItems& few, int gpu) {
-  if (!memory().may_touch(few.counter, 4, gpu, By::kernel, true) || !memory().may_touch(few.word, 4, gpu, By::kernel, true))
-    return CUDA_ERROR_ILLEGAL_ADDRESS;
-  if (const CUresult result = run_copy_items(memory(), gpu, {few.items, few.count}); result != CUDA_SUCCESS) return result;
-  word(few.word).store(few.mark, std::memory_order_release);
+static CUresult run_items(const Done& done, std::span<const CopyItem> items, int gpu) {
+  if (done.word != 0)
+    for (const std::uint64_t at : {done.counter, done.word})
+      if (!memory().may_touch(at, 4, gpu, By::kernel, true)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+  if (const CUresult result = run_copy_items(memory(), gpu, items); result != CUDA_SUCCESS) return result;
+  if (done.word != 0) word(done.word).store(done.mark, std::memory_order_release);
   return CUDA_SUCCESS;
 }
-static CUresult run_copy_list(CUdeviceptr items, unsigned count, int gpu) {
-  if (!memory().may_touch(items, std::size_t{count} * sizeof(CopyItem), gpu, By::kernel, false))
+static CUresult run_copy_list(const CopyList& list, int gpu) {
+  const auto may_read = [&](CUdeviceptr at, std::size_t bytes) {
+    return bytes == 0 || memory().may_touch(at, bytes, gpu, By::kernel, false);
+  };
+  if (!may_read(list.runs, list.run_count * sizeof(RunAddress)) || !may_read(list.items, list.item_count * sizeof(CopyItem)))
     return CUDA_ERROR_ILLEGAL_ADDRESS;
-  return run_copy_items(memory(), gpu, {static_cast<const CopyItem*>(host(items)), count});
+  std::vector<CopyItem> items(list.count());
+  for (std::uint32_t i = 0; i < list.count(); ++i)
+    items[i] = item_of(list, static_cast<const RunAddress*>(host(list.runs)), static_cast<const CopyItem*>(host(list.items)), i);
+  return run_items(list.done, items, gpu);
 }
 CUresult fake_cuLaunchKernel(CUfunction kernel, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
                              unsigned threads_y, unsigned threads_z, unsigned, CUstream handle, void** parameters, void** extra) {
@@ -277,14 +285,11 @@ CUresult fake_cuLaunchKernel(CUfunction kernel, unsigned blocks, unsigned blocks
   if (found->name == "kvloom_copy_few") {
     const FewItems few = *static_cast<const FewItems*>(parameters[0]);
     if (few.count > kFewItems) return CUDA_ERROR_INVALID_VALUE;
-    m().submit("cuLaunchKernel", {std::move(stream), {}, [=] { return run_copy_few(few, gpu); }});
+    m().submit("cuLaunchKernel", {std::move(stream), {}, [=] { return run_items(few.done, {few.items, few.count}, gpu); }});
     return CUDA_SUCCESS;
   }
-  CUdeviceptr items = 0;
-  unsigned count = 0;
-  std::memcpy(&items, parameters[0], sizeof(items));
-  std::memcpy(&count, parameters[1], sizeof(count));
-  m().submit("cuLaunchKernel", {std::move(stream), {}, [=] { return run_copy_list(items, count, gpu); }});
+  const CopyList list = *static_cast<const CopyList*>(parameters[0]);
+  m().submit("cuLaunchKernel", {std::move(stream), {}, [=] { return run_copy_list(list, gpu); }});
   return CUDA_SUCCESS;
 }
 

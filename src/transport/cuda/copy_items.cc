@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::int64_t kCut =
     512;  // big pieces are cut at multiples: what 32 lanes read at once, and whole lines where the piece has such
+constexpr std::int64_t kMostAlikeBytes = 16 << 20;  // of a run: what a copy engine does better, and no count overflows
 
 // Equal pieces of any size and number.
 struct Pieces {
@@ -85,6 +86,37 @@ void append_job(const CopyJob& job, std::int64_t begin, std::int64_t end, std::i
 }
 
 }  // namespace
+
+std::optional<CopyList> list_of(const Run& like, std::uint64_t alignment) {
+  const std::int64_t bytes = like.bytes.value, count = like.count;
+  if (bytes * count > kMostAlikeBytes || (count > 1 && bytes > kAlikeItemBytes)) return std::nullopt;
+  CopyList list;
+  std::int64_t group = 1;  // pieces of a part
+  std::int64_t piece = bytes;
+  if (count == 1) {
+    piece = ceil_div(ceil_div(bytes, ceil_div(bytes, std::int64_t{kAlikeItemBytes})), kCut) * kCut;
+    list.source_step = list.target_step = piece;
+    piece = std::min(piece, bytes);
+    list.parts = static_cast<std::uint32_t>(ceil_div(bytes, piece));
+  } else {
+    group = ceil_div(count, ceil_div(count, kAlikeItemBytes / bytes));
+    list.source_step = group * like.source_step.value;
+    list.target_step = group * like.target_step.value;
+    list.parts = static_cast<std::uint32_t>(ceil_div(count, group));
+  }
+  // A part's address is the run's and some steps: what divides all of them divides it.
+  std::uint64_t bits = alignment;
+  if (list.parts > 1) bits |= static_cast<std::uint64_t>(list.source_step) | static_cast<std::uint64_t>(list.target_step);
+  const auto item = [&](std::int64_t of, std::int64_t pieces) {
+    CopyItem out = item_of({bits, bits, of, pieces, like.source_step.value, like.target_step.value});
+    out.source = out.target = 0;
+    return out;
+  };
+  const std::int64_t before = list.parts - 1;
+  list.whole = item(piece, group);
+  list.last = count == 1 ? item(bytes - before * piece, 1) : item(bytes, count - before * group);
+  return list;
+}
 
 void append_items(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyItem>& out,
                   std::uint32_t most) {

@@ -76,6 +76,30 @@ testing::AssertionResult check_items(Work& work, std::int64_t begin, std::int64_
   return testing::AssertionSuccess();
 }
 
+// The law of lists: the items of runs that differ in their offsets alone do what copy_range does.
+testing::AssertionResult check_list(Work& work) {
+  std::uint64_t bits = 16;
+  std::vector<RunAddress> runs;
+  for (const CopyJob& job : work.jobs) {
+    runs.push_back({reinterpret_cast<std::uintptr_t>(job.source) + static_cast<std::uint64_t>(job.run.source_offset.value),
+                    reinterpret_cast<std::uintptr_t>(job.target) + static_cast<std::uint64_t>(job.run.target_offset.value)});
+    bits |= runs.back().source | runs.back().target;
+  }
+  auto list = list_of(work.jobs[0].run, bits & -bits);
+  if (!list) return testing::AssertionFailure() << "no list";
+  list->run_count = static_cast<std::uint32_t>(runs.size());
+  std::fill(work.target.begin(), work.target.end(), kCanary);
+  copy_range(copy_kernels().front(), work.jobs, 0, work.total);
+  const std::vector<std::byte> want = work.target;
+  std::fill(work.target.begin(), work.target.end(), kCanary);
+  std::vector<int> written(work.target.size());
+  for (std::uint32_t i = 0; i < list->count(); ++i)
+    if (auto done = execute(item_of(*list, runs.data(), nullptr, i), work, written); !done) return done;
+  if (work.target != want) return testing::AssertionFailure() << "other bytes than copy_range's";
+  if (std::count(written.begin(), written.end(), 1) != work.total) return testing::AssertionFailure() << "a byte twice";
+  return testing::AssertionSuccess();
+}
+
 constexpr std::int64_t kMostOfAJob = 60'000;
 
 // A run of any shape whose target begins behind `at`, which moves on.
@@ -115,6 +139,40 @@ RC_GTEST_PROP(CopyItems, DoWhatCopyRangeDoesForAnyPartOfAnyJobs, ()) {
     const auto held = check_items(work, part.first, part.second);
     if (!held) RC_FAIL(std::string(held.message()));
   }
+}
+
+RC_GTEST_PROP(CopyLists, OfRunsOfAKindDoWhatCopyRangeDoes, ()) {
+  Work work(400'000, 600'000);
+  std::int64_t at = *rc::gen::inRange<std::int64_t>(0, 17);
+  const std::int64_t begin = at;
+  Strided run = any_run(200'000, at);
+  const std::int64_t extent = at - begin;
+  RC_PRE(run.count == 1 || run.bytes.value <= kAlikeItemBytes);
+  const std::int64_t most = std::min<std::int64_t>(8, (600'000 - begin) / extent),
+                     unit = *rc::gen::element<std::int64_t>(1, 4, 16);
+  for (std::int64_t i = *rc::gen::inRange<std::int64_t>(1, most + 1); i > 0; --i) {
+    work.add(run);
+    run.target_offset += Bytes(ceil_div(extent, unit) * unit);
+    if (run.target_offset.value + extent > 600'000) break;
+    run.source_offset += Bytes(unit * *rc::gen::inRange<std::int64_t>(0, 24'000 / unit));
+  }
+  const auto held = check_list(work);
+  if (!held) RC_FAIL(std::string(held.message()));
+}
+
+TEST(CopyLists, AreOfItemsOfOneRound) {
+  const auto shape = [](std::int64_t bytes, std::int64_t count) {
+    const CopyList list = list_of({Bytes(0), Bytes(0), Bytes(bytes), count, Bytes(8 * bytes), Bytes(bytes)}, 16).value();
+    return fmt::format("{} of {} x {}, {} x {} / {}", list.parts, list.whole.count, list.whole.bytes, list.last.count,
+                       list.last.bytes, 1 << list.whole.log2_width);
+  };
+  EXPECT_EQ(shape(36'864, 1), "9 of 1 x 4096, 1 x 4096 / 16");
+  EXPECT_EQ(shape(5'000, 1), "2 of 1 x 2560, 1 x 2440 / 16");
+  EXPECT_EQ(shape(656, 16), "3 of 6 x 656, 4 x 656 / 16");
+  EXPECT_EQ(shape(256, 64), "4 of 16 x 256, 16 x 256 / 16");
+  EXPECT_EQ(shape(1, 3), "1 of 3 x 1, 3 x 1 / 1");
+  EXPECT_FALSE(list_of({Bytes(0), Bytes(0), Bytes(8192), 2, Bytes(8192), Bytes(8192)}, 16)) << "pieces larger than an item";
+  EXPECT_FALSE(list_of({Bytes(0), Bytes(0), Bytes(1 << 25)}, 16)) << "an engine's";
 }
 
 TEST(CopyItems, DoWhatCopyRangeDoesAtEveryCutOfAJob) {

@@ -2,7 +2,7 @@
 // are local. So what counts is bytes in flight on the read side: each lane has 8 loads of 16 B under way before it stores the first, 4 KiB
 // a warp, 128 KiB an SM. What the link gives for that is latency * rate = about 1.5 us * 400 GB/s = 600 KiB, so 8 SMs are enough.
 // Law: copy_items.h, by whose functions it walks.  Launch: any number of blocks of whole warps, up to 1024 threads, no shared memory.
-// Capturable: all that kvloom_copy_items needs stands in `items`, in memory that the GPU reads.
+// Capturable: all that kvloom_copy_list needs stands in its parameter, and in memory that the GPU reads.
 #include "kvloom/transport/cuda/copy_items.h"
 
 namespace kvloom::cuda {
@@ -76,48 +76,62 @@ __device__ __forceinline__ bool is_small(const CopyItem& item) {
   return item.log2_width == 4 && item.bytes * item.count <= kSmallBytes;
 }
 
-// items: [count].  Warp w takes items w, w + warps, ...; four small ones of those at once, 8 lanes each, or a page of one row would leave
-// most of a warp's loads unused.
-__device__ __forceinline__ void copy_all(const CopyItem* __restrict__ items, unsigned count) {
+__device__ __forceinline__ void copy_by_warp(const CopyItem& item, unsigned lane) {
+  switch (item.log2_width) {
+    case 4: item.count == 1 ? copy_item<uint4, true>(item, lane) : copy_item<uint4, false>(item, lane); break;
+    case 3: copy_item<uint2, false>(item, lane); break;
+    case 2: copy_item<unsigned, false>(item, lane); break;
+    case 1: copy_item<unsigned short, false>(item, lane); break;
+    default: copy_item<unsigned char, false>(item, lane); break;
+  }
+}
+
+// Items item_at(0) to item_at(count - 1).  Warp w takes w, w + warps, ...; four small ones of those at once, 8 lanes each, or a page of one
+// row would leave most of a warp's loads unused.
+template <class ItemAt>
+__device__ __forceinline__ void copy_all(ItemAt item_at, unsigned count) {
   const unsigned lane = threadIdx.x % kWarp;
   const unsigned warps = gridDim.x * (blockDim.x / kWarp);
   for (unsigned i = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp; i < count; i += warps) {
-    const CopyItem item = items[i];
+    const CopyItem item = item_at(i);
     if (is_small(item)) {
       const unsigned mine = i + lane / kSmallLanes * warps;
-      const CopyItem own = items[mine < count ? mine : i];
+      const CopyItem own = item_at(mine < count ? mine : i);
       if (__all_sync(kAll, is_small(own))) {
         copy_batch<uint4, kSmallLanes, false, false>(own, lane % kSmallLanes, mine < count ? vector_count(own, 4) : 0);
         i += 3 * warps;
         continue;
       }
     }
-    switch (item.log2_width) {
-      case 4: item.count == 1 ? copy_item<uint4, true>(item, lane) : copy_item<uint4, false>(item, lane); break;
-      case 3: copy_item<uint2, false>(item, lane); break;
-      case 2: copy_item<unsigned, false>(item, lane); break;
-      case 1: copy_item<unsigned short, false>(item, lane); break;
-      default: copy_item<unsigned char, false>(item, lane); break;
-    }
+    copy_by_warp(item, lane);
   }
+}
+
+// By the last block to be done. The counter goes round to 0 by itself.
+__device__ __forceinline__ void say(const Done& done) {
+  if (done.word == 0) return;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  const unsigned last = gridDim.x - 1;
+  if (atomicInc(reinterpret_cast<unsigned*>(done.counter), last) != last) return;
+  __threadfence_system();
+  *reinterpret_cast<volatile unsigned*>(done.word) = done.mark;
 }
 
 }  // namespace
 }  // namespace kvloom::cuda
 
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    kvloom_copy_items(const kvloom::cuda::CopyItem* __restrict__ items, unsigned count) {
-  kvloom::cuda::copy_all(items, count);
+extern "C" __global__ void __launch_bounds__(1024, 1) kvloom_copy_list(const __grid_constant__ kvloom::cuda::CopyList list) {
+  using namespace kvloom::cuda;
+  const auto* __restrict__ runs = reinterpret_cast<const RunAddress*>(list.runs);
+  const auto* __restrict__ items = reinterpret_cast<const CopyItem*>(list.items);
+  copy_all([&list, runs, items](unsigned i) { return item_of(list, runs, items, i); }, list.count());
+  say(list.done);
 }
 
-// The last block to be done says so: a stream's write of the word would come a few microseconds later. The counter goes round to 0 by itself.
 extern "C" __global__ void __launch_bounds__(1024, 1) kvloom_copy_few(const __grid_constant__ kvloom::cuda::FewItems few) {
-  kvloom::cuda::copy_all(few.items, few.count);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  const unsigned last = gridDim.x - 1;
-  if (atomicInc(reinterpret_cast<unsigned*>(few.counter), last) != last) return;
-  __threadfence_system();
-  *reinterpret_cast<volatile unsigned*>(few.word) = few.mark;
+  using namespace kvloom::cuda;
+  copy_all([&few](unsigned i) { return few.items[i]; }, few.count);
+  say(few.done);
 }

@@ -93,8 +93,20 @@ Call* driver_call(const char* name) {
 TEST_F(GpuKernel, IsTakenByAGraphAndCopiesWithEachLaunch) {
   if (!there()) return;
   const Current here = gpu_->current();
-  const auto list = items(kKernelPages, kSmallItemBytes, 1);
-  ASSERT_EQ(driver_->cuMemcpyHtoD(list_, list.data(), list.size() * sizeof(CopyItem)), CUDA_SUCCESS);
+  // Most pages by where they are, the others as items.
+  const auto all = items(kKernelPages, kAlikeItemBytes, 1);
+  const std::size_t parts = kKernelPage / kAlikeItemBytes, runs = 90;
+  std::vector<RunAddress> addresses;
+  for (std::size_t run = 0; run < runs; ++run) addresses.push_back({all[run * parts].source, all[run * parts].target});
+  const std::span<const CopyItem> rest = std::span(all).subspan(runs * parts);
+  CopyList list = list_of({Bytes(0), Bytes(0), Bytes(kKernelPage)}, 16).value();
+  ASSERT_EQ(list.parts, parts);
+  list.runs = list_;
+  list.run_count = runs;
+  list.items = list_ + runs * sizeof(RunAddress);
+  list.item_count = static_cast<std::uint32_t>(rest.size());
+  ASSERT_EQ(driver_->cuMemcpyHtoD(list.runs, addresses.data(), runs * sizeof(RunAddress)), CUDA_SUCCESS);
+  ASSERT_EQ(driver_->cuMemcpyHtoD(list.items, rest.data(), rest.size_bytes()), CUDA_SUCCESS);
   auto* const begin = driver_call<CUresult(CUstream, CUstreamCaptureMode)>("cuStreamBeginCapture_v2");
   auto* const end = driver_call<CUresult(CUstream, CUgraph*)>("cuStreamEndCapture");
   auto* const instantiate = driver_call<CUresult(CUgraphExec*, CUgraph, unsigned long long)>("cuGraphInstantiateWithFlags");
@@ -103,17 +115,16 @@ TEST_F(GpuKernel, IsTakenByAGraphAndCopiesWithEachLaunch) {
 
   CUgraph graph = nullptr;
   CUgraphExec ready = nullptr;
-  auto count = static_cast<unsigned>(list.size());
-  void* arguments[] = {&list_, &count};
+  void* arguments[] = {&list};
   ASSERT_EQ(begin(stream_, CU_STREAM_CAPTURE_MODE_RELAXED), CUDA_SUCCESS);
-  ASSERT_EQ(driver_->cuLaunchKernel(gpu_->copy_items(), 8, 1, 1, 1024, 1, 1, 0, stream_, arguments, nullptr), CUDA_SUCCESS);
+  ASSERT_EQ(driver_->cuLaunchKernel(gpu_->copy_list(), 8, 1, 1, 1024, 1, 1, 0, stream_, arguments, nullptr), CUDA_SUCCESS);
   ASSERT_EQ(end(stream_, &graph), CUDA_SUCCESS);
   ASSERT_EQ(instantiate(&ready, graph, 0), CUDA_SUCCESS);
   for (std::uint64_t round = 1; round <= 3; ++round) {
     put_source(round);
     ASSERT_EQ(launch(ready, stream_), CUDA_SUCCESS);
     ASSERT_EQ(driver_->cuStreamSynchronize(stream_), CUDA_SUCCESS);
-    EXPECT_TRUE(landed(list)) << "launch " << round;
+    EXPECT_TRUE(landed(all)) << "launch " << round;
   }
   driver_call<CUresult(CUgraphExec)>("cuGraphExecDestroy")(ready);
   driver_call<CUresult(CUgraph)>("cuGraphDestroy")(graph);
@@ -127,22 +138,22 @@ TEST_F(GpuKernel, OfFewItemsSaysThatItIsDoneWhateverItsBlocks) {
   auto* const word = static_cast<volatile std::uint32_t*>(pinned);
   *word = 0;
   FewItems few;
-  few.counter = list_;
-  ASSERT_EQ(driver_->cuMemHostGetDevicePointer(reinterpret_cast<CUdeviceptr*>(&few.word), pinned, 0), CUDA_SUCCESS);
+  few.done.counter = list_;
+  ASSERT_EQ(driver_->cuMemHostGetDevicePointer(reinterpret_cast<CUdeviceptr*>(&few.done.word), pinned, 0), CUDA_SUCCESS);
   const std::vector<std::byte> zero(sizeof(std::uint32_t));
   ASSERT_EQ(driver_->cuMemcpyHtoD(list_, zero.data(), zero.size()), CUDA_SUCCESS);
   for (unsigned blocks = 1; blocks <= 8; ++blocks)
     for (const std::int64_t pages : {1, 2, 4}) {
-      const auto list = items(pages, pages == 1 ? kFewItemBytes : kSmallItemBytes, blocks);
+      const auto list = items(pages, pages == 1 ? kFewItemBytes : kItemBytes, blocks);
       ASSERT_LE(list.size(), kFewItems);
       std::copy(list.begin(), list.end(), few.items);
       few.count = static_cast<std::uint32_t>(list.size());
-      ++few.mark;
-      put_source(few.mark);
+      ++few.done.mark;
+      put_source(few.done.mark);
       void* arguments[] = {&few};
       ASSERT_EQ(driver_->cuLaunchKernel(gpu_->copy_few(), blocks, 1, 1, 256, 1, 1, 0, stream_, arguments, nullptr), CUDA_SUCCESS);
       ASSERT_EQ(driver_->cuStreamSynchronize(stream_), CUDA_SUCCESS);
-      EXPECT_EQ(*word, few.mark) << blocks << " blocks, " << pages << " pages";
+      EXPECT_EQ(*word, few.done.mark) << blocks << " blocks, " << pages << " pages";
       EXPECT_TRUE(landed(list)) << blocks << " blocks, " << pages << " pages";
     }
   driver_->cuMemFreeHost(pinned);

@@ -8,11 +8,11 @@
 namespace kvloom::cuda {
 namespace {
 
-constexpr std::size_t kLine = 64;    // between two words that different streams write
-constexpr int kQuietPolls = 4096;    // without progress: then the driver is asked whether something broke
-constexpr Bytes kMany{32 << 20};     // of a start: from here on the kernel's items are large ones
-constexpr unsigned kThreads = 1024;  // of a block of the copy kernel
-constexpr unsigned kFewWarps = 8;    // of a block of few items: spread over the SMs, not over one
+constexpr std::size_t kLine = 64;      // between two words that different streams write
+constexpr int kQuietPolls = 4096;      // without progress: then the driver is asked whether something broke
+constexpr std::ptrdiff_t kAlike = 16;  // runs: fewer are worded as items
+constexpr unsigned kThreads = 1024;    // of a block of the copy kernel
+constexpr unsigned kFewWarps = 8;      // of a block of few items: spread over the SMs, not over one
 
 // The piece's bytes [from, to).
 void add_rest(const CopyJob& job, std::int64_t piece, std::int64_t from, std::int64_t to, std::vector<CopyJob>& out) {
@@ -78,13 +78,14 @@ Expected<std::unique_ptr<GpuCopyQueue>> GpuCopyQueue::make(const GpuPtr& gpu, Co
 Expected<void> GpuCopyQueue::set_up() {
   const Current here = gpu_->current();
   const Driver& driver = gpu_->driver();
-  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&words_, 2 * kLine, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
-                            "{} B of pinned memory", 2 * kLine);
+  const std::size_t bytes = lanes().size() * kLine;
+  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&words_, bytes, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
+                            "{} B of pinned memory", bytes);
       !ok)
     return ok;
-  std::memset(words_, 0, 2 * kLine);
+  std::memset(words_, 0, bytes);
   auto* at = static_cast<std::byte*>(words_);
-  for (Lane* lane : {&engine_, &kernel_}) {
+  for (Lane* lane : lanes()) {
     lane->word = reinterpret_cast<volatile std::uint32_t*>(at);
     if (auto ok = gpu_->check(driver.cuMemHostGetDevicePointer(&lane->word_address, at, 0), "pinned memory seen by the GPU"); !ok)
       return ok;
@@ -102,21 +103,20 @@ Expected<void> GpuCopyQueue::set_up() {
 
 Expected<void> GpuCopyQueue::set_up_lists() {
   const Driver& driver = gpu_->driver();
-  constexpr std::size_t kBytes = kMostItems * sizeof(CopyItem);
-  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&pinned_, kLists * kBytes, CU_MEMHOSTALLOC_PORTABLE), "{} B of pinned memory",
-                            kLists * kBytes);
+  if (auto ok = gpu_->check(driver.cuMemHostAlloc(&pinned_, kLists * kListBytes, CU_MEMHOSTALLOC_PORTABLE),
+                            "{} B of pinned memory", kLists * kListBytes);
       !ok)
     return ok;
-  if (auto ok =
-          gpu_->check(driver.cuMemAlloc(&device_, kLists * kBytes + kLine), "{} B for the copy kernel's lists", kLists * kBytes);
+  if (auto ok = gpu_->check(driver.cuMemAlloc(&device_, kLists * kListBytes + kLine), "{} B for the copy kernel's lists",
+                            kLists * kListBytes);
       !ok)
     return ok;
-  few_.counter = device_ + kLists * kBytes;
-  few_.word = kernel_.word_address;
-  if (auto ok = gpu_->check(driver.cuMemsetD8Async(few_.counter, 0, kLine, kernel_.stream), "zeroing a counter"); !ok) return ok;
+  done_.counter = device_ + kLists * kListBytes;
+  done_.word = kernel_.word_address;
+  if (auto ok = gpu_->check(driver.cuMemsetD8Async(done_.counter, 0, kLine, kernel_.stream), "zeroing a counter"); !ok) return ok;
   for (std::size_t i = 0; i < kLists; ++i) {
-    lists_[i].pinned = static_cast<CopyItem*>(pinned_) + i * kMostItems;
-    lists_[i].device = device_ + i * kBytes;
+    lists_[i].pinned = static_cast<std::byte*>(pinned_) + i * kListBytes;
+    lists_[i].device = device_ + i * kListBytes;
     if (auto ok = gpu_->check(driver.cuEventCreate(&lists_[i].uploaded, CU_EVENT_DISABLE_TIMING), "an event"); !ok) return ok;
   }
   return {};
@@ -130,113 +130,121 @@ GpuCopyQueue::~GpuCopyQueue() {
     if (list.uploaded != nullptr) driver.cuEventDestroy(list.uploaded);
   if (device_ != 0) driver.cuMemFree(device_);
   if (pinned_ != nullptr) driver.cuMemFreeHost(pinned_);
-  for (const CUstream stream : {engine_.stream, kernel_.stream, upload_})
-    if (stream != nullptr) driver.cuStreamDestroy(stream);
+  for (const Lane* lane : lanes())
+    if (lane->stream != nullptr) driver.cuStreamDestroy(lane->stream);
+  if (upload_ != nullptr) driver.cuStreamDestroy(upload_);
   if (words_ != nullptr) driver.cuMemFreeHost(words_);
 }
 
-Expected<void> GpuCopyQueue::start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
+Expected<void> GpuCopyQueue::start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) {
   const Current here = gpu_->current();
-  auto ok = try_start(jobs, begin, end);
-  if (!ok)  // what it has begun has no mark: wait for it here
-    for (const CUstream stream : {engine_.stream, upload_, kernel_.stream}) gpu_->driver().cuStreamSynchronize(stream);
+  auto ok = try_start(work, begin, end);
+  if (ok) return ok;
+  used_ = 0;  // what it has begun has no mark: wait for it here
+  parts_.clear();
+  items_.clear();
+  for (const CUstream stream : {engines_[0].stream, engines_[1].stream, upload_, kernel_.stream})
+    gpu_->driver().cuStreamSynchronize(stream);
   return ok;
 }
 
-Expected<void> GpuCopyQueue::try_start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
+Expected<void> GpuCopyQueue::try_start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) {
   const Bytes all(end - begin), engine_before = counts_.by_engine;
-  const auto few = try_few(jobs, begin, end);
+  const auto few = try_few(work, begin, end);
   if (!few) return tl::unexpected(few.error());
   if (!*few)
-    if (auto ok = copy_all(jobs, begin, end); !ok) return ok;
+    if (auto ok = copy_all(work, begin, end); !ok) return ok;
   counts_.by_kernel += all - (counts_.by_engine - engine_before);
+  if (is_open() && kernel_.put - kernel_.done() < kEnough)
+    if (auto ok = close_list(); !ok) return ok;
   in_flight_ += all;
-  started_.push_back({engine_.put, kernel_.put, all});
+  started_.push_back({engine_, engines_[engine_].put, kernel_.put + (is_open() ? 1 : 0), all});
   return {};
 }
 
 // What a single page waits for: one call, nothing to be brought first, and no mark of the stream behind it. False: there is too much.
-Expected<bool> GpuCopyQueue::try_few(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
-  if (end - begin > kFewBytes.value || jobs.size() > kFewItems) return false;
-  items_.clear();
+Expected<bool> GpuCopyQueue::try_few(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) {
+  if (end - begin > kFewBytes.value || work.runs() > kFewItems || is_open()) return false;
+  cut_.clear();
+  work.append_jobs(cut_);
   const auto bytes = static_cast<std::uint32_t>(ceil_div(end - begin, std::int64_t{kFewItems} * kFewItemBytes)) * kFewItemBytes;
-  append_items(jobs, begin, end, items_, std::min(bytes, kSmallItemBytes));
-  if (items_.size() > kFewItems) return false;
-  std::copy(items_.begin(), items_.end(), few_.items);
-  few_.count = static_cast<std::uint32_t>(items_.size());
-  few_.mark = static_cast<std::uint32_t>(++kernel_.put);
-  void* arguments[] = {&few_};
-  const auto blocks = std::min(static_cast<unsigned>(limits_.blocks), (few_.count + kFewWarps - 1) / kFewWarps);
+  append_items(cut_, begin, end, items_, std::min(bytes, kItemBytes));
+  FewItems few;
+  few.count = static_cast<std::uint32_t>(items_.size());
+  const bool fit = few.count <= kFewItems;
+  if (fit) std::copy(items_.begin(), items_.end(), few.items);
+  items_.clear();
+  if (!fit) return false;
+  few.done = done_;
+  few.done.mark = static_cast<std::uint32_t>(++kernel_.put);
+  void* arguments[] = {&few};
+  const auto blocks = std::min(static_cast<unsigned>(limits_.blocks), (few.count + kFewWarps - 1) / kFewWarps);
   if (auto ok = gpu_->check(gpu_->driver().cuLaunchKernel(gpu_->copy_few(), blocks, 1, 1, kFewWarps * 32, 1, 1, 0, kernel_.stream,
                                                           arguments, nullptr),
-                            "the copy kernel, {} items", few_.count);
+                            "the copy kernel, {} items", few.count);
       !ok) {
     --kernel_.put;
     return tl::unexpected(ok.error());
   }
   ++counts_.kernel_launches;
-  counts_.items += few_.count;
+  counts_.items += few.count;
   return true;
 }
 
-Expected<void> GpuCopyQueue::copy_all(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) {
-  items_.clear();
+Expected<void> GpuCopyQueue::copy_all(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) {
+  engine_ = (engine_ + 1) % kEngines;
   engine_used_ = false;
-  last_item_ = {};
-  item_bytes_ = end - begin >= kMany.value ? kItemBytes : kSmallItemBytes;
   std::int64_t at = 0;
-  for (const CopyJob& job : jobs) {
-    const std::int64_t total = job.run.total().value;
+  for (const shm::Stretch& stretch : work.stretches()) {
+    const std::int64_t total = stretch.like.run.total().value * static_cast<std::int64_t>(stretch.count);
     const std::int64_t from = std::max(begin - at, std::int64_t{0}), to = std::min(end - at, total);
     at += total;
-    if (from >= to) continue;
-    if (from == 0 && to == total) {
-      if (auto ok = copy(job); !ok) return ok;
-      continue;
-    }
-    cut_.clear();
-    cut_jobs({&job, 1}, from, to, cut_);
-    for (const CopyJob& part : cut_)
-      if (auto ok = copy(part); !ok) return ok;
+    if (from < to)
+      if (auto ok = copy_stretch(work, stretch, from, to); !ok) return ok;
   }
-  if (engine_used_)
-    if (auto ok = mark(engine_); !ok) return ok;
-  for (std::span<const CopyItem> rest = items_; !rest.empty();) {
-    const std::size_t count = std::min(rest.size(), kMostItems);
-    if (auto ok = launch(rest.first(count)); !ok) return ok;
-    rest = rest.subspan(count);
+  return engine_used_ ? mark(engines_[engine_]) : Expected<void>();
+}
+
+// Bytes [begin, end) of the stretch: the rest of a run, whole runs, the start of a run.
+Expected<void> GpuCopyQueue::copy_stretch(const shm::CopyWork& work, const shm::Stretch& stretch, std::int64_t begin,
+                                          std::int64_t end) {
+  const auto places = work.places(stretch);
+  const std::int64_t each = stretch.like.run.total().value;
+  const std::int64_t first = ceil_div(begin, each), last = end / each;  // whole runs
+  const auto job = [&](std::int64_t run) { return job_at(stretch, places[static_cast<std::size_t>(run)]); };
+  if (first > last) return copy_cut(job(last), begin - last * each, end - last * each);
+  if (begin < first * each)
+    if (auto ok = copy_cut(job(first - 1), begin - (first - 1) * each, each); !ok) return ok;
+  if (first < last) {
+    const auto whole = places.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first));
+    if (auto ok = copy_runs(stretch, whole); !ok) return ok;
   }
+  return last * each < end ? copy_cut(job(last), 0, end - last * each) : Expected<void>();
+}
+
+Expected<void> GpuCopyQueue::copy_cut(const CopyJob& job, std::int64_t begin, std::int64_t end) {
+  cut_.clear();
+  cut_jobs({&job, 1}, begin, end, cut_);
+  for (const CopyJob& part : cut_)
+    if (auto ok = copy(part); !ok) return ok;
   return {};
 }
 
-Expected<void> GpuCopyQueue::copy(const CopyJob& job) {
-  if (!is_same_kind(job.run, last_run_)) {
-    last_run_ = job.run;
-    last_way_ = choose(job.run).way;
-    last_item_ = {};
-  }
-  if (last_way_ == Way::engine) return copy_2d(job);
-  append(job);
-  return {};
-}
+Expected<void> GpuCopyQueue::copy(const CopyJob& job) { return choose(job.run).way == Way::engine ? copy_2d(job) : list(job); }
 
-void GpuCopyQueue::append(const CopyJob& job) {
-  const auto source = reinterpret_cast<CUdeviceptr>(job.source) + static_cast<CUdeviceptr>(job.run.source_offset.value);
-  const auto target = reinterpret_cast<CUdeviceptr>(job.target) + static_cast<CUdeviceptr>(job.run.target_offset.value);
-  if (last_item_.count != 0 && (source | target) % 16 == 0) {
-    last_item_.source = source;
-    last_item_.target = target;
-    items_.push_back(last_item_);
-    return;
+Expected<void> GpuCopyQueue::copy_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places) {
+  const Way way = choose(stretch.like.run).way;
+  if (way == Way::kernel && std::ssize(places) >= kAlike && list_of(stretch.like.run, 1)) return list(stretch, places);
+  for (const shm::RunPlace& place : places) {
+    const CopyJob job = job_at(stretch, place);
+    if (auto ok = way == Way::engine ? copy_2d(job) : list(job); !ok) return ok;
   }
-  const std::size_t before = items_.size();
-  append_items({&job, 1}, 0, job.run.total().value, items_, item_bytes_);
-  last_item_ = {};
-  if (items_.size() == before + 1 && items_.back().log2_width == 4) last_item_ = items_.back();
+  return {};
 }
 
 Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {
   const Driver& driver = gpu_->driver();
+  const CUstream stream = engines_[engine_].stream;
   const Run run = rising(job.run);
   const auto source = reinterpret_cast<CUdeviceptr>(job.source) + static_cast<CUdeviceptr>(run.source_offset.value);
   const auto target = reinterpret_cast<CUdeviceptr>(job.target) + static_cast<CUdeviceptr>(run.target_offset.value);
@@ -244,8 +252,8 @@ Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {
   counts_.by_engine += run.total();
   engine_used_ = true;
   if (run.count == 1)
-    return gpu_->check(driver.cuMemcpyAsync(target, source, static_cast<std::size_t>(run.bytes.value), engine_.stream),
-                       "copying {} B", run.bytes.value);
+    return gpu_->check(driver.cuMemcpyAsync(target, source, static_cast<std::size_t>(run.bytes.value), stream), "copying {} B",
+                       run.bytes.value);
   CUDA_MEMCPY2D copy = {};
   copy.srcMemoryType = copy.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
   copy.srcDevice = source;
@@ -254,35 +262,100 @@ Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {
   copy.dstPitch = static_cast<std::size_t>(run.target_step.value);
   copy.WidthInBytes = static_cast<std::size_t>(run.bytes.value);
   copy.Height = static_cast<std::size_t>(run.count);
-  return gpu_->check(driver.cuMemcpy2DAsync(&copy, engine_.stream), "a 2-D copy of {} x {} B", run.count, run.bytes.value);
+  return gpu_->check(driver.cuMemcpy2DAsync(&copy, stream), "a 2-D copy of {} x {} B", run.count, run.bytes.value);
 }
 
-Expected<void> GpuCopyQueue::launch(std::span<const CopyItem> items) {
+// ---- the open list ----
+
+Expected<void> GpuCopyQueue::list(const CopyJob& job) {
+  const std::int64_t total = job.run.total().value;
+  constexpr std::int64_t kAtOnce = 1 << 20;  // bytes: so many items fit, if they are not very narrow
+  for (std::int64_t from = 0; from < total; from += kAtOnce) {
+    append_items({&job, 1}, from, std::min(from + kAtOnce, total), items_);
+    if (used_ + items_.size() * sizeof(CopyItem) < kListBytes / 2) continue;
+    if (auto ok = close_list(); !ok) return ok;
+  }
+  return {};
+}
+
+// Runs by where they are. A part of the list has addresses that a power of two divides: it ends where one is less aligned.
+Expected<void> GpuCopyQueue::list(const shm::Stretch& stretch, std::span<const shm::RunPlace> places) {
+  while (!places.empty()) {
+    if (used_ + sizeof(RunAddress) > kListBytes)
+      if (auto ok = close_list(); !ok) return ok;
+    const auto source = reinterpret_cast<std::uintptr_t>(stretch.like.source) + static_cast<std::uint64_t>(places[0].source);
+    const auto target = reinterpret_cast<std::uintptr_t>(stretch.like.target) + static_cast<std::uint64_t>(places[0].target);
+    const std::uint64_t bits = source | target | 16, alignment = bits & -bits;
+    parts_.push_back({*list_of(stretch.like.run, alignment), used_, alignment});
+    const std::size_t worded = word_runs(stretch, places, alignment - 1);
+    parts_.back().list.run_count = static_cast<std::uint32_t>(worded);
+    places = places.subspan(worded);
+  }
+  return {};
+}
+
+// As many of the runs as there is room for, until one is not aligned.  @cost two additions and 16 bytes each
+std::size_t GpuCopyQueue::word_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask) {
+  auto* const out = reinterpret_cast<RunAddress*>(lists_[next_list_].pinned + used_);
+  const auto source = reinterpret_cast<std::uintptr_t>(stretch.like.source);
+  const auto target = reinterpret_cast<std::uintptr_t>(stretch.like.target);
+  const std::size_t most = std::min(places.size(), (kListBytes - used_) / sizeof(RunAddress));
+  std::size_t i = 0;
+  for (; i < most; ++i) {
+    const RunAddress run{source + static_cast<std::uint64_t>(places[i].source),
+                         target + static_cast<std::uint64_t>(places[i].target)};
+    if (((run.source | run.target) & mask) != 0) break;
+    out[i] = run;
+  }
+  used_ += i * sizeof(RunAddress);
+  return i;
+}
+
+// Brings the open list to the GPU, and a kernel for each of its parts; the last one has the items too, and says that all is in place.
+Expected<void> GpuCopyQueue::close_list() {
+  if (used_ + items_.size() * sizeof(CopyItem) > kListBytes) {  // runs first, items in the next one
+    std::vector<CopyItem> later = std::exchange(items_, {});
+    if (auto ok = close_list(); !ok) return ok;
+    items_ = std::move(later);
+  }
   const Driver& driver = gpu_->driver();
   List& list = lists_[next_list_];
-  next_list_ = (next_list_ + 1) % kLists;
-  if (!kernel_.has(list.mark))
-    if (auto ok = gpu_->check(driver.cuStreamSynchronize(kernel_.stream), "waiting for a copy"); !ok) return ok;
-  std::copy(items.begin(), items.end(), list.pinned);
-  if (auto ok = gpu_->check(driver.cuMemcpyHtoDAsync(list.device, list.pinned, items.size_bytes(), upload_), "the kernel's list");
-      !ok)
+  const std::size_t items_at = used_, bytes = used_ + items_.size() * sizeof(CopyItem);
+  std::copy(items_.begin(), items_.end(), reinterpret_cast<CopyItem*>(list.pinned + items_at));
+  if (parts_.empty()) parts_.emplace_back();
+  parts_.back().list.items = list.device + items_at;
+  parts_.back().list.item_count = static_cast<std::uint32_t>(items_.size());
+  if (auto ok = gpu_->check(driver.cuMemcpyHtoDAsync(list.device, list.pinned, bytes, upload_), "the kernel's list"); !ok)
     return ok;
   if (auto ok = gpu_->check(driver.cuEventRecord(list.uploaded, upload_), "an event"); !ok) return ok;
   if (auto ok = gpu_->check(driver.cuStreamWaitEvent(kernel_.stream, list.uploaded, 0), "an event"); !ok) return ok;
-  CUdeviceptr address = list.device;
-  auto count = static_cast<unsigned>(items.size());
-  void* arguments[] = {&address, &count};
+  for (Part& part : parts_) {
+    part.list.runs = list.device + part.begin;
+    const bool last = &part == &parts_.back();
+    if (last) part.list.done = done_;
+    if (last) part.list.done.mark = static_cast<std::uint32_t>(kernel_.put + 1);
+    if (auto ok = launch(part.list); !ok) return ok;
+  }
+  list.mark = ++kernel_.put;
+  used_ = 0;
+  parts_.clear();
+  items_.clear();
+  next_list_ = (next_list_ + 1) % kLists;
+  if (kernel_.has(lists_[next_list_].mark)) return {};
+  return gpu_->check(driver.cuStreamSynchronize(kernel_.stream), "waiting for a copy");
+}
+
+Expected<void> GpuCopyQueue::launch(const CopyList& list) {
+  void* arguments[] = {const_cast<CopyList*>(&list)};
   constexpr unsigned kWarps = kThreads / 32;
-  const auto blocks = std::min(static_cast<unsigned>(limits_.blocks), (count + kWarps - 1) / kWarps);
+  const auto blocks = std::min(static_cast<unsigned>(limits_.blocks), (list.count() + kWarps - 1) / kWarps);
   if (auto ok = gpu_->check(
-          driver.cuLaunchKernel(gpu_->copy_items(), blocks, 1, 1, kThreads, 1, 1, 0, kernel_.stream, arguments, nullptr),
-          "the copy kernel, {} items", count);
+          gpu_->driver().cuLaunchKernel(gpu_->copy_list(), blocks, 1, 1, kThreads, 1, 1, 0, kernel_.stream, arguments, nullptr),
+          "the copy kernel, {} items", list.count());
       !ok)
     return ok;
   ++counts_.kernel_launches;
-  counts_.items += count;
-  if (auto ok = mark(kernel_); !ok) return ok;
-  list.mark = kernel_.put;
+  counts_.items += list.count();
   return {};
 }
 
@@ -293,6 +366,10 @@ Expected<void> GpuCopyQueue::mark(Lane& lane) {
 }
 
 Expected<std::uint64_t> GpuCopyQueue::finished() {
+  if (is_open() && kernel_.put - kernel_.done() < kEnough) {
+    const Current here = gpu_->current();
+    if (auto ok = close_list(); !ok) return tl::unexpected(ok.error());
+  }
   const std::uint64_t before = finished_;
   for (; !started_.empty() && has(started_.front()); started_.pop_front()) {
     in_flight_ -= started_.front().bytes;
@@ -308,8 +385,8 @@ Expected<std::uint64_t> GpuCopyQueue::finished() {
 
 Expected<void> GpuCopyQueue::look_for_errors() {
   const Current here = gpu_->current();
-  bool idle = true;
-  for (const Lane* lane : {&engine_, &kernel_}) {
+  bool idle = !is_open();
+  for (const Lane* lane : lanes()) {
     const CUresult result = gpu_->driver().cuStreamQuery(lane->stream);
     idle &= result == CUDA_SUCCESS;
     if (result != CUDA_ERROR_NOT_READY)
@@ -321,14 +398,19 @@ Expected<void> GpuCopyQueue::look_for_errors() {
 }
 
 void GpuCopyQueue::drain() {
-  if (engine_.stream == nullptr || (engine_.has(engine_.put) && kernel_.has(kernel_.put))) return;
+  const auto idle = [](const Lane* lane) { return lane->stream == nullptr || lane->has(lane->put); };
+  if (!is_open() && std::ranges::all_of(lanes(), idle)) return;
   const Current here = gpu_->current();
-  for (const Lane* lane : {&engine_, &kernel_})  // an error: the context is broken, and its streams have stopped
+  if (is_open()) (void)close_list();  // refused: it never becomes finished, and look_for_errors says so
+  used_ = 0;
+  parts_.clear();
+  items_.clear();
+  for (const Lane* lane : lanes())  // an error: the context is broken, and its streams have stopped
     gpu_->driver().cuStreamSynchronize(lane->stream);
 }
 
 bool GpuCopyQueue::renew() {
-  if (!engine_.has(engine_.put) || !kernel_.has(kernel_.put)) return false;
+  if (is_open() || !std::ranges::all_of(lanes(), [](const Lane* lane) { return lane->has(lane->put); })) return false;
   started_.clear();
   finished_ = 0;
   in_flight_ = Bytes(0);

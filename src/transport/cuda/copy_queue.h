@@ -1,11 +1,14 @@
 // copy_queue.h: copies out of one peer's memory by a GPU: runs that a copy engine takes go there, all others are the copy kernel's list
 // (choice.h).  Stage: carry.
 //
-//   start --runs--> engine stream: 2-D copies ---------------------> write `done` of the engine
-//         --items-> upload stream: the list --event--> kernel stream: the kernel --> write `done` of the kernel
-//         --few---> kernel stream: a kernel that has its list with it and writes `done` itself
+//   start --runs--> one of two engine streams: 2-D copies ------------> write `done` of the engine
+//         --pages-> upload stream: the list --event--> kernel stream: a kernel that writes `done` itself
+//         --few---> kernel stream: a kernel that has its list with it, and writes `done` itself
 //
-// The streams write how far they are into pinned words, which `finished` reads: no system call, no lock, and nothing spins on the GPU.
+// The streams and kernels write how far they are into pinned words, which `finished` reads: no system call, no lock, and nothing spins on
+// the GPU. Two engine streams: while one says that it is done, the other copies. What is to be listed while kEnough kernels are under way
+// is added to an open list, which goes when one of them has ended or when the list is full: so kernels are few and large where the host is
+// faster than the link, and nothing waits where it is not.
 // Nothing of it waits for the peer: what was posted was computed before. So to drain takes as long as the bytes in flight do, and as a kernel
 // waits for SMs that others have, whatever the peer does.  Owner: a connection.  Thread: the transport's.
 #pragma once
@@ -39,7 +42,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
   static Expected<std::unique_ptr<GpuCopyQueue>> make(const GpuPtr& gpu, CopyLimits limits, CopyCounts& counts);
   ~GpuCopyQueue() override;
 
-  Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override;
+  Expected<void> start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) override;
   Expected<std::uint64_t> finished() override;
   // None while the next list is still read: so a start waits only if it needs more lists than are free.
   Bytes room() const override {
@@ -52,9 +55,11 @@ class GpuCopyQueue final : public shm::CopyQueue {
 
  private:
   static constexpr Bytes kMostBatch{128 << 20};
-  static constexpr std::size_t kMostItems = 8192;  // of a launch
+  static constexpr std::size_t kListBytes = 384 << 10;  // of a list: 24,576 runs, or 8,192 items
   static constexpr std::size_t kLists = 16;
   static constexpr Bytes kFewBytes{256 << 10};  // of a start that goes with its kernel, if it has no more than kFewItems
+  static constexpr std::uint64_t kEnough = 2;   // kernels under way: one copies, one waits for it
+  static constexpr std::size_t kEngines = 2;
 
   // A stream, and how much of what was put into it is done.
   struct Lane {
@@ -62,57 +67,73 @@ class GpuCopyQueue final : public shm::CopyQueue {
     volatile std::uint32_t* word = nullptr;  // pinned; the stream writes it
     CUdeviceptr word_address = 0;
     std::uint64_t put = 0;
-    bool has(std::uint64_t mark) const { return marks_done(put, *word) >= mark; }
+    std::uint64_t done() const { return marks_done(put, *word); }
+    bool has(std::uint64_t mark) const { return done() >= mark; }
   };
   // A kernel's list: worded in pinned memory, read in the GPU's. All of them are made with the queue: to pin memory takes a millisecond.
   struct List {
-    CopyItem* pinned = nullptr;  // [kMostItems]
-    CUdeviceptr device = 0;      // [kMostItems]
+    std::byte* pinned = nullptr;  // [kListBytes]
+    CUdeviceptr device = 0;       // [kListBytes]
     CUevent uploaded = nullptr;
     std::uint64_t mark = 0;  // of the kernel lane: then it is free again
   };
+  // Runs of the open list that one kernel copies, from byte `begin` of the list on.
+  struct Part {
+    CopyList list;
+    std::size_t begin = 0;
+    std::uint64_t alignment = 0;  // of the runs' addresses
+  };
   struct Started {
+    std::size_t lane = 0;                  // of the engine
     std::uint64_t engine = 0, kernel = 0;  // marks
     Bytes bytes;
   };
 
   GpuCopyQueue(GpuPtr gpu, CopyLimits limits, CopyCounts& counts) : gpu_(std::move(gpu)), limits_(limits), counts_(counts) {}
   Expected<void> set_up();
-  Expected<void> try_start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end);
   Expected<void> set_up_lists();
-  Expected<void> copy_2d(const CopyJob& job);
-  Expected<bool> try_few(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end);
-  Expected<void> copy_all(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end);
+  std::array<Lane*, kEngines + 1> lanes() { return {&engines_[0], &engines_[1], &kernel_}; }
+  bool is_open() const { return used_ > 0 || !items_.empty(); }
+
+  Expected<void> try_start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end);
+  Expected<bool> try_few(const shm::CopyWork& work, std::int64_t begin, std::int64_t end);
+  Expected<void> copy_all(const shm::CopyWork& work, std::int64_t begin, std::int64_t end);
+  Expected<void> copy_stretch(const shm::CopyWork& work, const shm::Stretch& stretch, std::int64_t begin, std::int64_t end);
+  Expected<void> copy_cut(const CopyJob& job, std::int64_t begin, std::int64_t end);
+  Expected<void> copy_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places);
   Expected<void> copy(const CopyJob& job);
-  void append(const CopyJob& job);
-  Expected<void> launch(std::span<const CopyItem> items);
+  Expected<void> copy_2d(const CopyJob& job);
+  Expected<void> list(const shm::Stretch& stretch, std::span<const shm::RunPlace> places);
+  Expected<void> list(const CopyJob& job);
+  std::size_t word_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask);
+  Expected<void> close_list();
+  Expected<void> launch(const CopyList& list);
   Expected<void> mark(Lane& lane);
-  bool has(const Started& start) const { return engine_.has(start.engine) && kernel_.has(start.kernel); }
+  bool has(const Started& start) const { return engines_[start.lane].has(start.engine) && kernel_.has(start.kernel); }
   Expected<void> look_for_errors();
 
   GpuPtr gpu_;
   CopyLimits limits_;
   CopyCounts& counts_;
-  Lane engine_, kernel_;
+  std::array<Lane, kEngines> engines_;
+  Lane kernel_;
+  std::size_t engine_ = 0;  // the lane of the start that is being made
   CUstream upload_ = nullptr;
-  void* words_ = nullptr;   // pinned: of both lanes, a line apart
+  void* words_ = nullptr;   // pinned: of all lanes, a line apart
   void* pinned_ = nullptr;  // of all lists
-  CUdeviceptr device_ = 0;  // of all lists, and behind them the counter of FewItems
+  CUdeviceptr device_ = 0;  // of all lists, and behind them the counter of Done
   std::array<List, kLists> lists_;
-  std::size_t next_list_ = 0;
+  std::size_t next_list_ = 0;    // the open one
+  std::size_t used_ = 0;         // bytes of the open list, of runs
+  std::vector<Part> parts_;      // of the open list
+  std::vector<CopyItem> items_;  // of the open list: go behind its runs
   std::deque<Started> started_;
   std::uint64_t finished_ = 0;
   Bytes in_flight_;
   int quiet_polls_ = 0;       // without progress, since the driver was asked for errors
   std::vector<CopyJob> cut_;  // of the start that is being made
-  std::vector<CopyItem> items_;
   bool engine_used_ = false;
-  std::uint32_t item_bytes_ = kSmallItemBytes;
-  FewItems few_;
-  // The runs of a start are of few kinds: what was worked out for the last one holds for the next.
-  Run last_run_;
-  Way last_way_ = Way::kernel;
-  CopyItem last_item_;  // all of last_run_; count 0: it took several, or narrow ones
+  Done done_;  // without its mark
 };
 
 // Appends bytes [begin, end) of the stream of jobs as jobs of whole runs: what is cut becomes a run of its whole pieces and the rests.

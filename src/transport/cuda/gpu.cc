@@ -56,7 +56,7 @@ Expected<void> Gpu::load() {
   const Current here = current();
   if (auto ok = check(driver_->cuModuleLoadData(&module_, copy_kernel_image()), "loading the copy kernel on {}", name_); !ok)
     return ok;
-  for (const auto& [kernel, symbol] : {std::pair(&copy_items_, "kvloom_copy_items"), std::pair(&copy_few_, "kvloom_copy_few")})
+  for (const auto& [kernel, symbol] : {std::pair(&copy_list_, "kvloom_copy_list"), std::pair(&copy_few_, "kvloom_copy_few")})
     if (auto ok = check(driver_->cuModuleGetFunction(kernel, module_, symbol), "finding {}", symbol); !ok) return ok;
   return {};
 }

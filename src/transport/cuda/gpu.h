@@ -27,7 +27,7 @@ class Gpu {
   CUcontext context() const { return context_; }
   const std::array<std::byte, 16>& uuid() const { return uuid_; }
   const std::string& name() const { return name_; }
-  CUfunction copy_items() const { return copy_items_; }
+  CUfunction copy_list() const { return copy_list_; }
   CUfunction copy_few() const { return copy_few_; }
   int multiprocessors() const { return multiprocessors_; }
   Contexts& contexts() const { return *driver_->contexts; }
@@ -55,7 +55,7 @@ class Gpu {
   std::string name_;
   int multiprocessors_ = 0;
   CUmodule module_ = nullptr;
-  CUfunction copy_items_ = nullptr;
+  CUfunction copy_list_ = nullptr;
   CUfunction copy_few_ = nullptr;
   mutable GateWords gate_words_;
 };

@@ -60,10 +60,10 @@ bool Loans::is_lent(CUdeviceptr address, std::size_t bytes) const {
   return std::any_of(first, last, [&](const auto& entry) { return entry.second->bytes_ >= bytes; });
 }
 
-bool Loans::may_read(std::span<const CopyJob> jobs) const {
+bool Loans::may_read(const shm::CopyWork& work) const {
   if (ended_count_.load() == 0) return true;
-  return std::all_of(jobs.begin(), jobs.end(), [&](const CopyJob& job) {
-    const auto address = reinterpret_cast<CUdeviceptr>(job.source);
+  return std::ranges::all_of(work.stretches(), [&](const shm::Stretch& stretch) {
+    const auto address = reinterpret_cast<CUdeviceptr>(stretch.like.source);
     const auto [first, last] = ended_.equal_range(address);
     return std::all_of(first, last, [&](const auto& entry) { return is_lent(address, entry.second); });
   });

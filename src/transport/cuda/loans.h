@@ -15,9 +15,8 @@
 #include <mutex>
 #include <set>
 #include <shared_mutex>
-#include <span>
 
-#include "kvloom/transport/copy.h"
+#include "kvloom/transport/shm/copy_work.h"
 
 namespace kvloom::cuda {
 
@@ -54,7 +53,7 @@ class Loans {
     Loans& loans_;
     std::shared_ptr<Loan> loan_;  // owners: the lender, and those who read
   };
-  // A queue of copies, whose start is called with `reading` held.
+  // A queue of copies: whatever may begin one is called with `reading` held.
   class Reader {
    public:
     virtual ~Reader() = default;
@@ -73,7 +72,7 @@ class Loans {
   void remove(Reader& reader);
   std::shared_lock<std::shared_mutex> reading() { return std::shared_lock(mutex_); }
   // Whether all of them may read where they read.  @pre reading is held    @cost a load, if no loan has ended that is still borrowed
-  bool may_read(std::span<const CopyJob> jobs) const;
+  bool may_read(const shm::CopyWork& work) const;
 
  private:
   void end(Loan& loan);

@@ -22,16 +22,22 @@ class PooledQueue final : public shm::CopyQueue, private Loans::Reader {
     pool_.put_back(std::move(queue_));
   }
 
-  Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override {
+  Expected<void> start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) override {
     const auto reading = loans_.reading();
-    if (!loans_.may_read(jobs))
+    if (!loans_.may_read(work))
       return fail(Code::unavailable, "the peer, of this process, took back memory that writes of it still read");
-    return queue_->start(jobs, begin, end);
+    return queue_->start(work, begin, end);
   }
-  Expected<std::uint64_t> finished() override { return queue_->finished(); }
+  Expected<std::uint64_t> finished() override {
+    const auto reading = loans_.reading();
+    return queue_->finished();
+  }
   Bytes room() const override { return queue_->room(); }
   Bytes batch() const override { return queue_->batch(); }
-  void drain() override { queue_->drain(); }
+  void drain() override {
+    const auto reading = loans_.reading();
+    queue_->drain();
+  }
 
  private:
   void drain_for_lender() override { queue_->drain(); }

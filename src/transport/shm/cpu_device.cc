@@ -50,8 +50,10 @@ class PeerMemfd final : public PeerMemory {
 class CrewQueue final : public CopyQueue {
  public:
   explicit CrewQueue(CopyCrew& crew) : crew_(crew) {}
-  Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) override {
-    if (end > begin) crew_.run(jobs, begin, end);
+  Expected<void> start(const CopyWork& work, std::int64_t begin, std::int64_t end) override {
+    jobs_.clear();
+    work.append_jobs(jobs_);
+    if (end > begin) crew_.run(jobs_, begin, end);
     ++finished_;
     return {};
   }
@@ -62,6 +64,7 @@ class CrewQueue final : public CopyQueue {
 
  private:
   CopyCrew& crew_;
+  std::vector<CopyJob> jobs_;  // of a start
   std::uint64_t finished_ = 0;
 };
 

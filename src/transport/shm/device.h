@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "kvloom/transport/copy.h"
+#include "kvloom/transport/shm/copy_work.h"
 #include "kvloom/transport/shm/memory.h"
 #include "kvloom/transport/transport.h"
 
@@ -47,9 +47,9 @@ class CopyQueue {
  public:
   virtual ~CopyQueue() = default;  // @pre drained
 
-  // Begins to copy bytes [begin, end) of the stream of jobs, as copy_range.  @pre runs are checked
+  // Begins to copy bytes [begin, end) of the stream of its runs, as copy_range.  @pre runs are checked
   // @error io, unavailable: the device refused, what had begun has ended, and none of it counts
-  virtual Expected<void> start(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end) = 0;
+  virtual Expected<void> start(const CopyWork& work, std::int64_t begin, std::int64_t end) = 0;
 
   // How many starts are in place, and visible to whoever reads the target memory from now on.  @error io: the device broke down
   virtual Expected<std::uint64_t> finished() = 0;

@@ -8,7 +8,7 @@ namespace kvloom::shm {
 
 namespace {
 
-constexpr std::size_t kMostJobs = 4096;          // of one flush
+constexpr std::size_t kMostRuns = 16384;         // of one flush
 constexpr std::uint64_t kAhead = 8;              // slots: what the peer has put, brought over before it is read
 constexpr std::size_t kMostSources = 4096;       // regions that a peer may offer
 constexpr std::int64_t kMostMapped = 1ll << 44;  // bytes of them: 16 TiB of addresses
@@ -24,7 +24,7 @@ void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) {
 
 Incoming::Incoming(PeerId peer, OutboxView ours, const LocalRegions& regions, Device& device, std::vector<Event>& events)
     : peer_(peer), ours_(ours), regions_(regions), device_(device), events_(events) {
-  jobs_.reserve(kMostJobs + kPacked);
+  work_.reserve(kMostRuns + kPacked);
 }
 
 Expected<void> Incoming::attach(OutboxView theirs, int pid) {
@@ -120,7 +120,7 @@ Expected<bool> Incoming::consume(Bytes& budget) {
 Expected<void> Incoming::take_slots(Bytes& budget) {
   if (partial_ && budget.value > 0) {
     const Partial partial = *std::exchange(partial_, {});
-    if (!current_->refused) add_job(partial.job, partial.done, budget);
+    if (!current_->refused) add(partial.run, partial.done, budget);
     if (!partial_ && current_->parts_left == 0) {
       if (auto ok = finish(); !ok) return ok;
     }
@@ -167,7 +167,7 @@ Expected<void> Incoming::take_slot(Bytes& budget) {
   ++taken_;
   budget -= Bytes(kCharge);
   if (current_->parts_left == 0 && !partial_) return finish();
-  if (jobs_.size() >= kMostJobs || end_ - begin_ >= queue_->batch().value) return flush();
+  if (work_.runs() >= kMostRuns || end_ - begin_ >= queue_->batch().value) return flush();
   return {};
 }
 
@@ -225,12 +225,35 @@ Expected<bool> Incoming::take_runs(const Slot& slot, Bytes& budget) {
     current_->parts_left -= pack.count - current_->in_slot;
     current_->in_slot = pack.count;
   }
+  if (current_->in_slot == 0 && take_pack(pack, budget)) return true;
   for (; current_->in_slot < pack.count && !partial_ && budget.value > 0; ++current_->in_slot) {
     const Run run = unpack_run(*current_->base, pack, current_->in_slot);
     if (!take_run(run, budget)) return tl::unexpected(why_not(run));
   }
   if (current_->in_slot < pack.count) return false;
   current_->in_slot = 0;
+  return true;
+}
+
+// All runs of the slot, where nothing cuts them and nothing is wrong with any: what take_run does for each, with one look at what they share.
+bool Incoming::take_pack(const PackSlot& pack, Bytes& budget) {
+  const std::int64_t count = pack.count;
+  const Bytes each = current_->bounds.total();
+  if (budget.value <= 0 || budget.value / count <= each.value + kCharge) return false;
+  const auto sum = checked_add(current_->bytes, each.value * count);  // each * count < budget
+  bool holds = sum.has_value();
+  std::array<Run, kPacked> runs;
+  for (std::size_t i = 0; i < pack.count; ++i) {
+    runs[i] = unpack_run(*current_->base, pack, i);
+    holds &= current_->bounds.hold(runs[i].source_offset, runs[i].target_offset);
+  }
+  if (!holds) return false;  // the slow way finds the words
+  current_->bytes = *sum;
+  current_->parts_left -= pack.count;
+  budget -= (each + Bytes(kCharge)) * count;
+  work_.begin(current_->to.data(), current_->from.data(), *current_->base);
+  for (std::size_t i = 0; i < pack.count; ++i) work_.add(runs[i].source_offset, runs[i].target_offset);
+  end_ += each.value * count;
   return true;
 }
 
@@ -255,7 +278,7 @@ bool Incoming::take_run(const Run& run, Bytes& budget) {
   const auto sum = checked_add(current_->bytes, current_->bounds.total().value);
   if (!sum || !current_->bounds.hold(run.source_offset, run.target_offset)) return false;
   current_->bytes = *sum;
-  add_job({current_->to.data(), current_->from.data(), run}, 0, budget);
+  add(run, 0, budget);
   return true;
 }
 
@@ -265,18 +288,19 @@ Error Incoming::why_not(const Run& run) const {
   return {total.error().code, Scope::peer, fmt::format("the peer's run: {}", total.error().message)};
 }
 
-// Bytes [done, total) of the job, as far as the budget reaches; what is left stays in partial_.
-void Incoming::add_job(const CopyJob& job, std::int64_t done, Bytes& budget) {
-  const std::int64_t total = job.run.total().value;
+// Bytes [done, total) of the run, as far as the budget reaches; what is left stays in partial_.
+void Incoming::add(const Run& run, std::int64_t done, Bytes& budget) {
+  const std::int64_t total = run.total().value;
   const std::int64_t take = std::min(total - done, std::max<std::int64_t>(budget.value, 0));
-  if (jobs_.empty()) {
+  if (work_.empty()) {
     begin_ = done;
     end_ = done;
   }
-  jobs_.push_back(job);
+  work_.begin(current_->to.data(), current_->from.data(), run);
+  work_.add(run.source_offset, run.target_offset);
   end_ += take;
   budget -= Bytes(take);
-  if (done + take < total) partial_ = Partial{job, done + take};
+  if (done + take < total) partial_ = Partial{run, done + take};
 }
 
 Expected<void> Incoming::take_payload(const RawSlot& slot) {
@@ -302,10 +326,10 @@ Expected<void> Incoming::finish() {
 // Begins to copy what was collected. What is at hand at once is told at once, so that the ring moves on.
 Expected<void> Incoming::flush() {
   if (end_ > begin_) {
-    if (auto ok = queue_->start(jobs_, begin_, end_); !ok) return fail(Scope::peer, ok.error().code, "{}", ok.error().message);
+    if (auto ok = queue_->start(work_, begin_, end_); !ok) return fail(Scope::peer, ok.error().code, "{}", ok.error().message);
     ++starts_;
   }
-  jobs_.clear();
+  work_.clear();
   begin_ = end_ = 0;
   if (!told_now_.empty()) batches_.push_back({std::exchange(told_now_, {}), starts_});
   publish(ours_.header().consumed, taken_);

@@ -108,10 +108,11 @@ class Incoming {
   Expected<bool> take_runs(const Slot& slot, Bytes& budget);
   Expected<void> take_base(const Slot& slot);
   bool take_run(const Run& run, Bytes& budget);
+  bool take_pack(const PackSlot& pack, Bytes& budget);
   Error why_not(const Run& run) const;
   Expected<void> take_payload(const RawSlot& slot);
   Expected<void> finish();
-  void add_job(const CopyJob& job, std::int64_t done, Bytes& budget);
+  void add(const Run& run, std::int64_t done, Bytes& budget);
   Expected<void> flush();
 
   const PeerId peer_;
@@ -134,11 +135,11 @@ class Incoming {
   std::uint64_t told_ = 0;      // of them, when has_news was asked last
   std::optional<Current> current_;
   struct Partial {
-    CopyJob job;
+    Run run;
     std::int64_t done;
   };
   std::optional<Partial> partial_;  // a run that a budget cut; current_ stands
-  std::vector<CopyJob> jobs_;       // for the next flush: bytes [begin_, end_) of their stream
+  CopyWork work_;                   // for the next flush: bytes [begin_, end_) of its stream
   std::int64_t begin_ = 0;
   std::int64_t end_ = 0;
   std::vector<Told> told_now_;  // for the next flush
