@@ -53,6 +53,11 @@ Run rising(Run run) {
   return run;
 }
 
+RunAddress address_of(const shm::Stretch& stretch, const shm::RunPlace& place) {
+  return {reinterpret_cast<std::uintptr_t>(stretch.like.source) + static_cast<std::uint64_t>(place.source),
+          reinterpret_cast<std::uintptr_t>(stretch.like.target) + static_cast<std::uint64_t>(place.target)};
+}
+
 }  // namespace
 
 void cut_jobs(std::span<const CopyJob> jobs, std::int64_t begin, std::int64_t end, std::vector<CopyJob>& out) {
@@ -278,32 +283,34 @@ Expected<void> GpuCopyQueue::list(const CopyJob& job) {
   return {};
 }
 
-// Runs by where they are. A part of the list has addresses that a power of two divides: it ends where one is less aligned.
+// Runs by where they are.
 Expected<void> GpuCopyQueue::list(const shm::Stretch& stretch, std::span<const shm::RunPlace> places) {
   while (!places.empty()) {
     if (used_ + sizeof(RunAddress) > kListBytes)
       if (auto ok = close_list(); !ok) return ok;
-    const auto source = reinterpret_cast<std::uintptr_t>(stretch.like.source) + static_cast<std::uint64_t>(places[0].source);
-    const auto target = reinterpret_cast<std::uintptr_t>(stretch.like.target) + static_cast<std::uint64_t>(places[0].target);
-    const std::uint64_t bits = source | target | 16, alignment = bits & -bits;
-    parts_.push_back({*list_of(stretch.like.run, alignment), used_, alignment});
-    const std::size_t worded = word_runs(stretch, places, alignment - 1);
-    parts_.back().list.run_count = static_cast<std::uint32_t>(worded);
+    Part& part = part_for(stretch.like.run, address_of(stretch, places[0]));
+    const std::size_t worded = word_runs(stretch, places, part.mask);
+    part.list.run_count += static_cast<std::uint32_t>(worded);
     places = places.subspan(worded);
   }
   return {};
 }
 
+// The part that such a run goes into: the last one, if its runs are of that kind and as well aligned.
+GpuCopyQueue::Part& GpuCopyQueue::part_for(const Run& like, const RunAddress& first) {
+  const std::uint64_t bits = first.source | first.target | 16;
+  if (!parts_.empty() && is_same_kind(parts_.back().like, like) && (bits & parts_.back().mask) == 0) return parts_.back();
+  const std::uint64_t alignment = bits & -bits;
+  return parts_.emplace_back(Part{*list_of(like, alignment), like, used_, alignment - 1});
+}
+
 // As many of the runs as there is room for, until one is not aligned.  @cost two additions and 16 bytes each
 std::size_t GpuCopyQueue::word_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask) {
   auto* const out = reinterpret_cast<RunAddress*>(lists_[next_list_].pinned + used_);
-  const auto source = reinterpret_cast<std::uintptr_t>(stretch.like.source);
-  const auto target = reinterpret_cast<std::uintptr_t>(stretch.like.target);
   const std::size_t most = std::min(places.size(), (kListBytes - used_) / sizeof(RunAddress));
   std::size_t i = 0;
   for (; i < most; ++i) {
-    const RunAddress run{source + static_cast<std::uint64_t>(places[i].source),
-                         target + static_cast<std::uint64_t>(places[i].target)};
+    const RunAddress run = address_of(stretch, places[i]);
     if (((run.source | run.target) & mask) != 0) break;
     out[i] = run;
   }

@@ -80,8 +80,9 @@ class GpuCopyQueue final : public shm::CopyQueue {
   // Runs of the open list that one kernel copies, from byte `begin` of the list on.
   struct Part {
     CopyList list;
+    Run like;
     std::size_t begin = 0;
-    std::uint64_t alignment = 0;  // of the runs' addresses
+    std::uint64_t mask = 0;  // of bits that no address has
   };
   struct Started {
     std::size_t lane = 0;                  // of the engine
@@ -105,6 +106,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
   Expected<void> copy_2d(const CopyJob& job);
   Expected<void> list(const shm::Stretch& stretch, std::span<const shm::RunPlace> places);
   Expected<void> list(const CopyJob& job);
+  Part& part_for(const Run& like, const RunAddress& first);
   std::size_t word_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask);
   Expected<void> close_list();
   Expected<void> launch(const CopyList& list);

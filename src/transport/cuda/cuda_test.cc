@@ -288,6 +288,79 @@ TEST_F(CudaBeside, AGpuThatBreaksDownIsNoticed) {
   EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("CUDA_ERROR_ECC_UNCORRECTABLE"));
 }
 
+// Pages in no order, more than go with their kernel.
+class CudaLists : public CudaBeside {
+ protected:
+  static constexpr std::int64_t kPage = 4096, kPages = kBytes / kPage;
+  CudaLists() {
+    runs_.clear();
+    for (std::int64_t i = 0; i < kPages; ++i)
+      runs_.push_back({Bytes(kPage * i), Bytes(kPage * (i * 389 % kPages)), Bytes(kPage)});
+    fake::hold();
+    for (int i = 0; i < kPosts; ++i) {
+      posts_.push_back(write());
+      turn();
+    }
+  }
+  CudaTransport& target() { return dynamic_cast<CudaTransport&>(*target_.transport); }
+  std::vector<std::byte> landed() {
+    std::vector<std::byte> want(sent_.size());
+    copy_slowly(want, sent_, runs_);
+    return want;
+  }
+
+  static constexpr int kPosts = 6;
+  std::vector<PostId> posts_;
+};
+
+TEST_F(CudaLists, GrowWhileTwoKernelsAreUnderWay) {
+  EXPECT_EQ(target().counts().kernel_launches, 2);
+  fake::release_all();
+  ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(posts_.back()) != nullptr; }));
+  for (const PostId post : posts_) EXPECT_EQ(*outcome(post), Bytes(kBytes));
+  EXPECT_EQ(target().counts().kernel_launches, 3) << "one for all that came meanwhile";
+  EXPECT_EQ(target().counts().items, kPosts * kPages);
+  EXPECT_EQ(world_.get(memory_->span()), landed());
+}
+
+TEST_F(CudaLists, ThatAreOpenAreCopiedBeforeARegionEnds) {
+  to_ = Region();
+  EXPECT_EQ(fake::held(), 0U);
+  EXPECT_EQ(world_.get(memory_->span()), landed());
+  fake::release_all();
+  turn();
+  EXPECT_EQ(target().counts().kernel_launches, 3);
+}
+
+TEST_F(CudaLists, ThatAreOpenAreCopiedBeforeTheirSourceEndsInThisProcess) {
+  from_ = Region();                                   // open writes still have its memory
+  ASSERT_TRUE(source_.transport->fence(to_target_));  // and now nobody has
+  EXPECT_EQ(fake::held(), 0U);
+  fake::release_all();
+  turn();
+  EXPECT_EQ(target().counts().kernel_launches, 3) << "and nothing was begun any more";
+}
+
+TEST_F(CudaLists, ThatTheDriverRefusesCostTheirPeer) {
+  fake::fail_next("cuLaunchKernel", CUDA_ERROR_INVALID_VALUE);
+  fake::release_all();
+  ASSERT_TRUE(
+      drive({&source_, &target_}, [&] { return source_.completed(posts_.back()) != nullptr && target_.count<PeerDown>() == 1; }));
+  EXPECT_FALSE(outcome(posts_.back()));
+  EXPECT_THAT(target_.all<PeerDown>()[0].reason.message, HasSubstr("the copy kernel, 4096 items: CUDA_ERROR_INVALID_VALUE"));
+}
+
+TEST_F(CudaLists, OfRunsThatAreNotAlignedAreCutWhereAlignmentEnds) {
+  fake::release_all();
+  ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(posts_.back()) != nullptr; }));
+  const std::int64_t before = target().counts().kernel_launches;
+  for (std::size_t i = 300; i < 320; ++i) runs_[i].source_offset -= Bytes(4);
+  const PostId post = write();
+  ASSERT_TRUE(drive({&source_, &target_}, [&] { return source_.completed(post) != nullptr; }));
+  EXPECT_EQ(target().counts().kernel_launches, before + 2) << "16 B up to run 300, 4 B from there on";
+  EXPECT_EQ(world_.get(memory_->span()), landed());
+}
+
 TEST_F(CudaBeside, AFewPagesGoWithTheirKernel) {
   auto& transport = dynamic_cast<CudaTransport&>(*target_.transport);
   runs_.clear();
