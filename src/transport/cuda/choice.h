@@ -26,7 +26,7 @@ struct Line {
 };
 
 inline constexpr Line kEngine{3000, 0.26, 1 / 397.0};  // 397 GB/s of pages, 337 GB/s of 576 B rows; a call takes 3 us and more
-inline constexpr Line kKernel{40, 1, 1 / 350.0};       // 8 blocks; 40 ns to word a run and bring it to the GPU
+inline constexpr Line kKernel{10, 1, 1 / 350.0};       // 8 blocks; 10 ns to word a run and bring it to the GPU
 inline constexpr double kSmPrice = 1.5;                // of a kernel's time, beside a computation that would use its SMs
 
 struct Choice {

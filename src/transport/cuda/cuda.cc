@@ -37,7 +37,7 @@ class GpuDevice final : public shm::Device {
             .max_notice_bytes = shm::kMostNotice};
   }
   // A launch, what words a run, a piece, a byte over NVLink: docs/gpu.md.
-  Cost cost() const override { return {.per_post = 6000, .per_run = 60, .per_piece = 1, .per_byte = 0.0028}; }
+  Cost cost() const override { return {.per_post = 6000, .per_run = 12, .per_piece = 1, .per_byte = 0.0028}; }
   std::uint64_t protocol() const override { return kProtocol; }
   std::size_t most_descriptors() const override {
     rlimit limit = {};
