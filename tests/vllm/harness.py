@@ -207,20 +207,21 @@ class Server(Kept):
     def __init__(self, settings: Settings, what: str = "server", port: int | None = None, folder: pathlib.Path | None = None):
         super().__init__(what, port, folder)
         self.settings = settings
-        self._eye = pathlib.Path(tempfile.mkdtemp(prefix="kvloom-eye-"))  # short: a socket's path has at most 107 bytes
+        self.sockets = pathlib.Path(tempfile.mkdtemp(prefix="kvloom-eye-"))  # short: a socket's path has at most 107 bytes
 
     def command(self) -> tuple[list[str], dict[str, str]]:
-        environment = self.settings.environment_of() | {"KVLOOM_TEST_EYE": str(self._eye)}
+        own = {"KVLOOM_TEST_EYE": str(self.sockets), "VLLM_RPC_BASE_PATH": str(self.sockets)}  # vLLM removes no socket of its processes
+        environment = self.settings.environment_of() | own
         return [sys.executable, "-m", *self.settings.command(self.port)], environment
 
     def start(self) -> None:
-        for socket_left in self._eye.glob("*.sock"):
+        for socket_left in self.sockets.glob("*.sock"):
             socket_left.unlink()
         super().start()
 
     def close(self) -> None:
         super().close()
-        shutil.rmtree(self._eye, ignore_errors=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
     def pool(self) -> Pool:
         """The engine's counts at this moment. @error no engine answers within 10 s: ServerError."""
@@ -231,7 +232,7 @@ class Server(Kept):
         return Pool(**seen["pool"], requests=seen["requests"])
 
     def _look(self) -> dict | None:
-        for path in self._eye.glob("*.sock"):
+        for path in self.sockets.glob("*.sock"):
             with socket.socket(socket.AF_UNIX) as asked, contextlib.suppress(OSError, ValueError):
                 asked.settimeout(10.0)
                 asked.connect(str(path))
