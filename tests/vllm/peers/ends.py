@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import failures
 from ask import prompts_of
 from failures import Row
-from harness import ServerError
 
 from .connectors import GIVEN, SILENCE, Pair
 from .ttft import warm
@@ -22,7 +21,7 @@ def measure(pairs: list[Pair], say=print) -> list[Row]:
     """@pre the pairs are frozen, and nothing else runs. @return rows by scenario, connectors in the order of the pairs"""
     ours, others = [pair for pair in pairs if pair.name == "kvloom"], [pair for pair in pairs if pair.name != "kvloom"]
     rows = []
-    for together in ([[pair] for pair in ours] + [others] if others else [[pair] for pair in ours]):
+    for together in filter(None, [ours, others]):
         for pair in together:
             pair.thaw()
         with ThreadPoolExecutor(len(together)) as pool:
@@ -47,7 +46,7 @@ def _one(pair: Pair, scenario, prompt: list[int]) -> Row:
     """One scenario; where it leaves something behind, or couldn't be made to happen, both servers are started anew."""
     try:
         row = scenario(pair.way, prompt)
-    except (ServerError, TimeoutError) as error:
+    except (RuntimeError, OSError) as error:  # what the connector did to the servers is the row
         row = Row(pair.name, scenario.__doc__.partition(".")[0], "none", (), None, None, None, False, f"not seen: {str(error).splitlines()[0]}")
     if not row.pools_equal:
         for server in pair.servers:
