@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 
 import fake_vllm
@@ -342,10 +343,23 @@ def test_each_end_is_reported_once_by_request_and_block(ranks, by):
             assert prefill.session.open == 0  # it returned only when nobody reads the blocks
     landed = next(landed for landed in decode.heard(over) if landed.over)
     assert (landed.over, landed.failed, landed.blocks) == ({"d"}, {"d"}, {6, 7, 8})
-    assert decode.side.heard().over == set() and not decode.side.open
+    assert all(not landed.over for landed in decode.heard(lambda _: not decode.side.open))
     if by != "gone":
         prefill.side.begin(Step(held=["p"]))
         prefill.heard(lambda said: {"p"} in said)
+
+
+def test_prefill_is_told_when_a_client_left_before_they_had_met(ranks):
+    """Prefill computes the prompt, and keeps it for nobody."""
+    prefill, decode = ranks("prefill", 32), ranks("decode", 32)
+    decode.side.begin(Step(loads=[load(prefill, 32, 99, [5, 6, 7, 8])]))
+    decode.side.begin(Step(cancelled=[("d", "left")]))
+    decode.heard(over)
+    prefill.side.begin(Step(offers=[Offer("p", "key", 100 * LONG)], chunks=[Chunk("p", 100, ([1, 2, 3, 4],), True)], held=["p"]))
+    prefill.side.sweep()
+    prefill.heard(lambda said: {"p"} in said)
+    decode.heard(lambda _: not decode.side.open)
+    assert decode.counts.loads_cancelled == 1 and decode.counts.loads_failed == 0
 
 
 def test_what_can_not_begin_is_reported_at_once(ranks):
@@ -362,6 +376,16 @@ def test_who_is_not_there_is_not_waited_for(ranks):
     decode.side.begin(Step(loads=[gone]))
     assert next(landed for landed in decode.heard(over) if landed.over).failed == {"d"}
     assert time.monotonic() - begun < LONG / 2
+
+
+def test_who_goes_before_they_have_met_is_not_waited_for(ranks):
+    """As a server that is killed: it was there when it was asked first."""
+    decode = ranks("decode", 32)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        decode.side.begin(Step(loads=[Load("d", "key", 100 * LONG, [address], 0, 99, ([1, 2, 3, 4],))]))
+        listener.accept()[0].close()
+    assert next(landed for landed in decode.heard(over) if landed.over).failed == {"d"}
 
 
 def test_an_offer_with_a_key_in_use_is_computed_and_not_sent(ranks):

@@ -4,11 +4,11 @@
     row = killed_while_decode_waits(way, prompt)       # Row: answered?, seconds until it was, until blocks are back on P and on D, pools equal?
     print(table([row]))                                # Markdown, units in its head
 
-The two servers are asked directly, half by half, as their proxy would: P's half for one token, D's for MAX_TOKENS. A connector whose decode half needs
-what prefill answered says so by `decode_first=False`; a scenario that it can't be in gives a row that says why.
-The clock of a row begins with what happened: the process was killed, the client left; or, where one half never comes, the other was sent. Nothing is
-asserted here: a wait that is longer than `patience` leaves None in the row, and the caller judges. Each scenario begins with quiet servers and ends with
-both running; after None the caller has to restart what still holds blocks.
+The two servers are asked directly, half by half, as their proxy would: P's half for one token, D's for MAX_TOKENS. A connector whose decode half
+needs what prefill answered says so by `decode_first=False`; a scenario that it can't be in gives a row that says why.
+The clock of a row begins with what happened: the process was killed, the client left; or, where one half never comes, the other was sent.
+Nothing is asserted here: a wait that is longer than `patience` leaves None in the row, and the caller judges. Each scenario begins with quiet
+servers and ends with both running; after None the caller has to restart what still holds blocks.
 Owner: the caller has the servers; a scenario closes the requests that it sent. Threads: each half is read by one of its own.
 """
 
@@ -139,20 +139,20 @@ def ask_decode(way: Way, prompt: Prompt, halves: Halves, answer: dict | None = N
 
 def known(server: Server) -> None:
     """Until the engine knows a request."""
-    _look_until(lambda: server.pool().requests, SOON, f"{server.what} knows a request")
+    look_until(lambda: server.pool().requests, SOON, f"{server.what} knows a request")
 
 
 def waits(server: Server) -> None:
     """Until a request waits for its KV."""
-    _look_until(lambda: "WAITING_FOR_REMOTE_KVS" in server.pool().requests, SOON, f"{server.what} waits for KV")
+    look_until(lambda: "WAITING_FOR_REMOTE_KVS" in server.pool().requests, SOON, f"{server.what} waits for KV")
 
 
 def computes(server: Server, blocks: int) -> None:
     """Until a request holds that many blocks: it is in the middle of a longer prompt. Looked at as fast as the eye can."""
-    _look_until(lambda: (seen := server.pool()).blocks - seen.free >= blocks, SOON, f"{server.what} holds {blocks} blocks", 0.0)
+    look_until(lambda: (seen := server.pool()).blocks - seen.free >= blocks, SOON, f"{server.what} holds {blocks} blocks", 0.0)
 
 
-def _look_until(ready: Callable[[], object], deadline: float, what: str, every: float = LOOK_EVERY) -> bool:
+def look_until(ready: Callable[[], object], deadline: float, what: str, every: float = LOOK_EVERY) -> bool:
     end = time.monotonic() + deadline
     while not ready():
         if time.monotonic() > end:

@@ -24,7 +24,7 @@ import time
 import urllib.error
 import urllib.request
 
-from keeper import descendants, name_of
+from keeper import descendants, name_of, remove, shared_files
 from settings import HERE, Settings
 
 START_DEADLINE = 300.0  # seconds: a first start imports torch with cold caches, two of them on 2 cores
@@ -142,11 +142,14 @@ class Kept:
         """SIGKILL to all its processes at once, as a crash of the machine would. @post none of them lives."""
         if self._keeper is None:
             return
-        for process in descendants(self._keeper.pid):
+        all_of_it = descendants(self._keeper.pid)
+        files = shared_files(all_of_it)
+        for process in all_of_it:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._keeper.stdin.close()
         self._keeper.wait(STOP_DEADLINE)
+        remove(files)
 
     def freeze(self) -> None:
         """SIGSTOP to all its processes: connections stay open and nobody answers."""
@@ -165,6 +168,16 @@ class Kept:
                 fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def metrics(self) -> dict[str, float]:
+        """Its Prometheus metrics, summed over labels: name -> value."""
+        found: dict[str, float] = {}
+        for line in _open(f"{self.url}/metrics", timeout=10).read().decode().splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
 
     def last_words(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else "(no log)"
@@ -194,20 +207,21 @@ class Server(Kept):
     def __init__(self, settings: Settings, what: str = "server", port: int | None = None, folder: pathlib.Path | None = None):
         super().__init__(what, port, folder)
         self.settings = settings
-        self._eye = pathlib.Path(tempfile.mkdtemp(prefix="kvloom-eye-"))  # short: a socket's path has at most 107 bytes
+        self.sockets = pathlib.Path(tempfile.mkdtemp(prefix="kvloom-eye-"))  # short: a socket's path has at most 107 bytes
 
     def command(self) -> tuple[list[str], dict[str, str]]:
-        environment = self.settings.environment_of() | {"KVLOOM_TEST_EYE": str(self._eye)}
+        own = {"KVLOOM_TEST_EYE": str(self.sockets), "VLLM_RPC_BASE_PATH": str(self.sockets)}  # vLLM removes no socket of its processes
+        environment = self.settings.environment_of() | own
         return [sys.executable, "-m", *self.settings.command(self.port)], environment
 
     def start(self) -> None:
-        for socket_left in self._eye.glob("*.sock"):
+        for socket_left in self.sockets.glob("*.sock"):
             socket_left.unlink()
         super().start()
 
     def close(self) -> None:
         super().close()
-        shutil.rmtree(self._eye, ignore_errors=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
     def pool(self) -> Pool:
         """The engine's counts at this moment. @error no engine answers within 10 s: ServerError."""
@@ -218,7 +232,7 @@ class Server(Kept):
         return Pool(**seen["pool"], requests=seen["requests"])
 
     def _look(self) -> dict | None:
-        for path in self._eye.glob("*.sock"):
+        for path in self.sockets.glob("*.sock"):
             with socket.socket(socket.AF_UNIX) as asked, contextlib.suppress(OSError, ValueError):
                 asked.settimeout(10.0)
                 asked.connect(str(path))
@@ -237,16 +251,6 @@ class Server(Kept):
                 raise TimeoutError(f"{self.what} still holds something after {deadline:g} s: {seen}")
             time.sleep(LOOK_EVERY)
         return seen
-
-    def metrics(self) -> dict[str, float]:
-        """Its Prometheus metrics, summed over labels: name -> value."""
-        found: dict[str, float] = {}
-        for line in _open(f"{self.url}/metrics", timeout=10).read().decode().splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
 
     def forget_prefixes(self) -> None:
         """Empty its prefix cache. @error the engine refuses, because blocks are held: ServerError."""
@@ -268,6 +272,11 @@ class Proxy(Kept):
 
     def command(self) -> tuple[list[str], dict[str, str]]:
         return [sys.executable, "-m", *self._words], self._environment
+
+    def sends_to(self, server: Server) -> bool:
+        """Whether the proxy takes that server to be up."""
+        seen = json.loads(_open(f"{self.url}/health", timeout=10).read())
+        return {**seen["prefill"], **seen["decode"]}[server.url.removeprefix("http://")]
 
 
 @contextlib.contextmanager

@@ -57,6 +57,25 @@ def name_of(process: int) -> str:
         return "(ended)"
 
 
+def shared_files(processes: list[int]) -> set[str]:
+    """Files of shared memory that they have mapped: vLLM's queues between its processes."""
+    found = set()
+    for process in processes:
+        try:
+            maps = pathlib.Path(f"/proc/{process}/maps").read_text()
+        except OSError:
+            continue  # it ended meanwhile
+        paths = {line[line.index("/") :] for line in maps.splitlines() if "/" in line}
+        found |= {path for path in paths if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
+    return found
+
+
+def remove(files: set[str]) -> None:
+    """What nobody cleans up after a SIGKILL: vLLM's own cleaner is killed, too."""
+    for file in files:
+        pathlib.Path(file).unlink(missing_ok=True)
+
+
 def collect() -> None:
     """Take note of children that have ended, so that no zombie is left."""
     try:
@@ -67,7 +86,8 @@ def collect() -> None:
 
 
 def kill_all() -> None:
-    """SIGKILL to all descendants, again until there are none: one may start another before it dies."""
+    """SIGKILL to all descendants, again until there are none: one may start another before it dies. Their shared memory goes with them."""
+    files = shared_files(descendants(os.getpid()))
     while left := descendants(os.getpid()):
         for process in left:
             try:
@@ -76,6 +96,7 @@ def kill_all() -> None:
                 pass
         time.sleep(LOOK_EVERY)
         collect()
+    remove(files)
 
 
 def watch(command: subprocess.Popen) -> int | None:

@@ -1,7 +1,9 @@
 """The connector's half in a decode worker: loads begin, land or fail, and are reported to vLLM once each, when their blocks are its own again.
 
 Law: a load is reported when the session has released its pages, never before: until then somebody may write them. Law: what fails is reported
-by request; where this vLLM can't take that, by blocks.  Thread: the worker's.
+by request; where this vLLM can't take that, by blocks. Law: who was named by the proxy is told of the end: a load whose client has left is followed
+by a farewell, an empty load under the same key. Its cancel alone would not do: it is not sent to ranks that were not met yet, so prefill would
+keep the blocks for the transfer's whole time.  Thread: the worker's.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from kvloom.vllm.stats import Counts
 
 logger = logging.getLogger("vllm.kvloom")
 
+FAREWELL = 10.0  # seconds, for the two to meet and for a prefill request that is still on its way
+
 
 @dataclasses.dataclass
 class Incoming:
@@ -26,6 +30,8 @@ class Incoming:
     begun: float
     failed: bool = False
     quiet: bool = False  # vLLM does not wait for it: nothing is loaded, or the forward pass waits itself
+    left: bool = False  # its client has
+    farewell: bool = False
 
 
 @dataclasses.dataclass
@@ -45,7 +51,7 @@ class DecodeSide:
         self._key: dict[str, kvloom.TransferKey] = {}
         self._waited: list[Incoming] = []  # that this step's forward pass waits for
         self._landed = Landed()
-        self._probe = Probe(session.cancel)
+        self._probe = Probe(session.cancel, lambda key: session.covered(key) > 0)
 
     @property
     def open(self) -> bool:
@@ -56,10 +62,11 @@ class DecodeSide:
             self._begin(load)
         for name, why in step.cancelled:
             if key := self._key.get(name):
+                self._in[key].left = True
                 self.session.cancel(key, why)
 
-    def _begin(self, load: Load) -> None:
-        incoming = Incoming(load, time.monotonic(), quiet=load.sync or load.begin == load.end)
+    def _begin(self, load: Load, farewell: bool = False) -> None:
+        incoming = Incoming(load, time.monotonic(), quiet=load.sync or load.begin == load.end, farewell=farewell)
         if load.refused:
             self._fail(incoming, load.refused)
             return
@@ -148,12 +155,22 @@ class DecodeSide:
             self._end(event, incoming)
         elif isinstance(event, kvloom.TargetReleased):
             del self._in[event.key]
+            self._probe.over(event.key)
             self._key.pop(incoming.load.request, None)
             self.session.forget(event.key)
             if not incoming.quiet:
                 self._report(incoming)
+            if incoming.left:
+                self._part(incoming.load)
+
+    def _part(self, load: Load) -> None:
+        """The farewell. Where the load was sent and ended, prefill refuses it at once, which is as good."""
+        empty = tuple([] for _ in load.tables)
+        self._begin(dataclasses.replace(load, begin=0, end=0, tables=empty, seconds=min(load.seconds, FAREWELL), sync=False), farewell=True)
 
     def _end(self, event: kvloom.TargetEnded, incoming: Incoming) -> None:
+        if incoming.farewell:
+            return
         self._counts.ended_loading(event.outcome, event.bytes, event.at - incoming.begun)
         if event.outcome is not kvloom.Outcome.landed:
             incoming.failed = True
