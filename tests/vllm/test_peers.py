@@ -51,8 +51,9 @@ def test_idle_is_what_is_beyond_a_server_without_a_connector():
     assert figures[2].holds is None
 
 
-def test_an_end_is_given_the_time_that_it_takes_to_notice():
-    assert ends.holds(row("kvloom", "P killed while D waits", outcome="tokens", answered=4.9, decode_free=4.9))
+def test_an_end_has_two_seconds_or_two_more_than_it_was_given():
+    assert ends.holds(row("kvloom", "D asks, P never comes", outcome="tokens", answered=3.9, decode_free=3.9))
+    assert not ends.holds(row("kvloom", "P killed while D waits", outcome="tokens", answered=3.9, decode_free=3.9))
     assert not ends.holds(row("kvloom", "D's client leaves", prefill_free=2.5, decode_free=0.1))
     assert not ends.holds(row("kvloom", "D asks, P never comes", outcome="no answer"))
     assert not ends.holds(row("kvloom", "D's client leaves", pools_equal=False))

@@ -129,7 +129,7 @@ def steady_port() -> int:
 
 def _engine(bootstrap: str) -> str:
     """The id of prefill's engine, another after each start. @error its bootstrap server doesn't answer."""
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{bootstrap}/query", timeout=10) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{bootstrap}/query", timeout=60) as answer:
         return json.load(answer)["0"]["engine_id"]
 
 
