@@ -34,8 +34,8 @@ def idle_figures(found: list[idle.Idle]) -> list[Figure]:
             figures.append(Figure("idle, no connector", one.percent, "% of a core"))
             continue
         more, ours = one.percent - without, one.connector == "kvloom"
-        goal = f"< {BELOW:g}" if ours else ""
-        figures.append(Figure(f"idle, {one.connector}, {one.role}", more, "% of a core, beyond none", goal, more < BELOW if ours else None, f"{one.percent:.2f} in all"))
+        goal, holds = (f"< {BELOW:g}", more < BELOW) if ours else ("", None)
+        figures.append(Figure(f"idle, {one.connector}, {one.role}", more, "% of a core, beyond none", goal, holds, f"{one.percent:.2f} in all"))
     return figures
 
 
