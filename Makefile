@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check bench mutants soak format clean
+.PHONY: help demo test test-vllm check bench bench-vllm-peers mutants soak format clean
 
 help: ## Say what there is
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 
 demo: ## Install what is needed, build a release, move a KV cache between processes and check every byte
 	@scripts/demo.sh
@@ -18,6 +18,9 @@ check: ## The inner loop: build what changed and run the quick tests (FOLDERS="p
 
 bench: ## Build a release, run the benchmarks, print the table of ratios
 	@scripts/bench.sh
+
+bench-vllm-peers: ## kvloom beside vLLM's own NIXL and Mooncake connectors, in real vLLM servers on this CPU: ends, idle cost, time to first token
+	@scripts/bench_vllm_peers.sh
 
 mutants: ## Break the session layer in each way of tests/mutants: the simulator has to see it
 	@scripts/mutants.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install_packages.sh build|bench|mutants|python|test|vllm: sees to it that the Debian packages for that job are there.
+# install_packages.sh build|bench|mutants|peers|python|test|vllm: sees to it that the Debian packages for that job are there.
 # As root it installs what is missing; otherwise it says the one line to run, and fails if something is missing.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -13,15 +13,17 @@ python_packages=("${build_packages[@]}" python3 python3-dev python3-venv)
 test_packages=("${bench_packages[@]}" clang clang-format clang-tidy libclang-rt-14-dev libgtest-dev libgmock-dev librapidcheck-dev
   python3 python3-dev python3-venv shellcheck git zsh fish)
 vllm_packages=(gcc libc6-dev binutils libnuma1 python3 python3-venv)
+peers_packages=("${vllm_packages[@]}" libibverbs1 libcurl4)
 
 case "${1:-}" in
   build) wanted=("${build_packages[@]}") ;;
   mutants) wanted=("${mutant_packages[@]}") ;;
   bench) wanted=("${bench_packages[@]}") ;;
+  peers) wanted=("${peers_packages[@]}") ;;
   python) wanted=("${python_packages[@]}") ;;
   test) wanted=("${test_packages[@]}") ;;
   vllm) wanted=("${vllm_packages[@]}") ;;
-  *) echo "usage: install_packages.sh build|bench|mutants|python|test|vllm" >&2; exit 2 ;;
+  *) echo "usage: install_packages.sh build|bench|mutants|peers|python|test|vllm" >&2; exit 2 ;;
 esac
 
 if ! command -v dpkg-query >/dev/null; then

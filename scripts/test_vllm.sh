@@ -8,12 +8,7 @@ source "$(dirname "$0")/lib.sh"
 
 packages="$PWD/build/vllm-packages"
 
-# The connector needs the compiled package; a checkout without one (no pyproject.toml) tests what needs none, from the sources.
-install_kvloom() {
-  [[ -f pyproject.toml ]] || return 0
-  scripts/install_packages.sh build
-  "$environment/bin/pip" install -q --upgrade --no-deps --target "$packages" .
-}
+install_kvloom() { install_kvloom_for_vllm "$environment" "$packages"; }
 
 install_vllm() { scripts/install_vllm.sh | tee "$log"; }
 

@@ -192,6 +192,8 @@ class Scene:
         sides = {"decode": self.way.decode} | ({} if killed else {"prefill": self.way.prefill})
 
         def look(name: str, server: Server) -> None:
+            if name == "decode" and half is not None:
+                half.wait()  # before its engine knows of the request, it holds nothing either
             seen[name] = free_after(server, since, patience)
 
         looking = [threading.Thread(target=look, args=side) for side in sides.items()]

@@ -5,6 +5,7 @@ A vLLM server is three processes or more, some in sessions of their own, and any
 descendants, always. It ends when
   - its standard input closes, which the test's end does, however it ends: everything is killed at once;
   - the command has ended: what is left after GRACE seconds is killed, and named in the file REPORT, one process a line.
+Signals that end a group of processes (timeout(1), Ctrl-C) don't end it: they end the test, and so its standard input, and then it has work to do.
 Its own end takes the command with it (PR_SET_PDEATHSIG). The exit status is the command's, 137 where a signal killed it.
 """
 
@@ -109,6 +110,8 @@ def watch(command: subprocess.Popen) -> int | None:
 def main() -> int:
     report, arguments = pathlib.Path(sys.argv[1]), sys.argv[2:]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     command = subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     )

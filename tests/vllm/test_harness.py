@@ -102,3 +102,19 @@ def test_nothing_is_left_when_the_test_itself_is_killed():
     holder.wait()
     holder.stdout.close()
     until(lambda: all(gone(process) for process in started), 20, "all processes of a test that was killed have ended")
+
+
+def test_nothing_is_left_when_the_tests_group_is_ended():
+    """As timeout(1) does it: one SIGTERM to the test and to the keepers that it started; what they keep is in sessions of its own."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys, time\n"
+         "keeper = [sys.executable, 'keeper.py', '/dev/null', 'sh', '-c', 'setsid sleep 600 & echo $!; sleep 600']\n"
+         "kept = subprocess.Popen(keeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
+         "print(int(kept.stdout.readline()), kept.pid, flush=True); time.sleep(600)"],
+        cwd=HERE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    kept, keeper = map(int, holder.stdout.readline().split())
+    os.killpg(holder.pid, signal.SIGTERM)
+    holder.wait()
+    holder.stdout.close()
+    until(lambda: gone(kept) and gone(keeper), 20, "all that the keeper kept, and the keeper, have ended")
