@@ -31,3 +31,10 @@ def test_other_bytes_missing_words_and_ranks_that_disagree_are_seen(tmp_path):
     write(tmp_path, "decode", 0, 0, 64, {"kv 0 0 64": 2}, "ranks")
     write(tmp_path, "decode", 1, 1, 64, {"kv 0 0 64": 1}, "ranks")
     assert [one.key for one in compare(tmp_path) if one.wrong] == ["bytes", "missing", "ranks"]
+
+
+def test_a_load_that_failed_on_one_rank_is_told_as_that(tmp_path):
+    write(tmp_path, "prefill", 0, 0, 64, {"kv 0 0 64": 1})
+    write(tmp_path, "decode", 0, 0, 64, {"kv 0 0 64": 1})
+    write(tmp_path, "failed", 1, 0, 64, {})
+    assert compare(tmp_path) == [Seen("k", 0, 64, 1, ("the load of rank 1 failed",))]

@@ -5,7 +5,7 @@ before its blocks are given back. So both look at exactly the bytes of the trans
 Written while the folder KVLOOM_TEST_WITNESS exists, one file a transfer, side and rank: FOLDER/KEY.SIDE.RANK.json,
 {"begin": first token, "end": behind the last, "sums": {"group layer begin end": sum}}. A sum is of at most PIECE tokens, whose borders are
 multiples of PIECE; kvloom.checksum says what it is of: added over ranks it is the same on both sides, whatever their sharding, blocks and layouts.
-Prefill does not know what decode has already: it sums all of the prompt but its last token, decode what it asked for.
+A load that failed is written as the side "failed"; there nothing is compared. Prefill does not know what decode has already: it sums all of the prompt but its last token, decode what it asked for.
 
     Settings(..., connector=kvloom_connector(...) | WITNESS, environment=((FOLDER, folder),))
     compare(folder)                       # [Seen]: what landed, and where it is not what was sent
@@ -24,7 +24,7 @@ MASK = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What was seen of one transfer. Tokens [begin, end) landed; `wrong` are the pieces whose bytes differ, or that prefill has no word of."""
+    """What was seen of one transfer. Tokens [begin, end) were asked for; `wrong`: who failed, else the pieces whose bytes differ, or that prefill has no word of."""
 
     key: str
     begin: int
@@ -34,14 +34,17 @@ class Seen:
 
 
 def compare(folder: pathlib.Path) -> list[Seen]:
-    """Each transfer that landed on some decode rank. @pre both sides are quiet."""
-    return [_compare_one(folder, key) for key in sorted({path.name.partition(".")[0] for path in folder.glob("*.decode.*.json")})]
+    """Each transfer that decode began. @pre both sides are quiet."""
+    ended = [*folder.glob("*.decode.*.json"), *folder.glob("*.failed.*.json")]
+    return [_compare_one(folder, key) for key in sorted({path.name.partition(".")[0] for path in ended})]
 
 
 def _compare_one(folder: pathlib.Path, key: str) -> Seen:
     ranges, landed = _added(folder, key, "decode")
+    ranges |= _added(folder, key, "failed")[0]
     _, sent = _added(folder, key, "prefill")
-    wrong = tuple(piece for piece, total in landed.items() if sent.get(piece) != total)
+    failed = tuple(f"the load of rank {path.name.split('.')[2]} failed" for path in sorted(folder.glob(f"{key}.failed.*.json")))
+    wrong = failed or tuple(piece for piece, total in landed.items() if sent.get(piece) != total)
     (begin, end), *others = sorted(ranges)
     return Seen(key, begin, end, len(landed), wrong + (("ranks asked for other tokens",) if others else ()))
 
@@ -85,15 +88,15 @@ if FOLDER in os.environ:
                     self._write("prefill", self._keys.pop(name), chunk.tables, 0, chunk.tokens - 1)
             for name in results.finished_recving:
                 load = self._loads.pop(name)
-                if name not in results.failed_recving:
-                    self._write("decode", self._keys.pop(name), load.tables, load.begin, load.end)
+                side = "failed" if name in results.failed_recving else "decode"
+                self._write(side, self._keys.pop(name), load.tables, load.begin, load.end)
             return results
 
         def _write(self, side: str, key: str, tables, begin: int, end: int) -> None:
             if not self._folder.is_dir():
                 return
             rank = self._worker._rank
-            said = {"begin": begin, "end": end, "sums": self._sums(tables, begin, end)}
+            said = {"begin": begin, "end": end, "sums": {} if side == "failed" else self._sums(tables, begin, end)}
             path = self._folder / f"{key}.{side}.{rank}.json"
             scratch = path.with_suffix(".scratch")
             scratch.write_text(json.dumps(said))
