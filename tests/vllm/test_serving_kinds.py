@@ -1,0 +1,72 @@
+"""Servers behind the proxy with tiny random models: tp of 2 to 1 and back, sliding windows, MLA.  Answers as one server's, each byte compared.
+
+The two Llama servers have both roles, so the way back needs no others. What computes where is as in test_serving.py; the text is bytes.
+MLA runs in bfloat16, where other chunks give other last bits: there all bytes are compared, and answers where the chunks are equal.
+"""
+
+import pathlib
+
+import pytest
+from ask import complete, together
+from harness import running
+from serving import AT_ONCE, TOKENS, Site, bytes_are_prefills, forget, forty, hits_of, hits_wanted, license_text, served, warm, way
+from settings import of
+
+LATENT = (257, 513, 769, 1_025)  # one more than chunks of 256: a single server computes the last token by itself, as decode does
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return list(license_text().encode())
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    return tmp_path / "sums"
+
+
+def answers_are_one_servers(text: list[int], folder: pathlib.Path, prefill: Site, decode: Site, alone: list | None = None) -> list:
+    """One way: hits that differ, all prompts, all bytes. @return the single server's answers."""
+    prompts = forty(text)
+    forget(prefill, decode)
+    warm(text, prefill, decode)
+    with way(prefill, decode) as proxy:
+        assert hits_of(text, folder, prefill, proxy) == hits_wanted(prefill, decode)
+        answers, seen = served(prompts, folder, prefill, decode, proxy)
+    bytes_are_prefills(seen, prefill, decode)
+    if alone is None:
+        forget(decode)
+        alone = together(decode.url, prompts, TOKENS, AT_ONCE)
+    assert [(answer.tokens, answer.text) for answer in answers] == [(one.tokens, one.text) for one in alone]
+    return alone
+
+
+def test_tp_2_to_1_and_back(text, folder):
+    two, one = Site("tp 2", "kv_both", of("llama", tp=2), folder), Site("tp 1", "kv_both", of("llama"), folder)
+    with running(two, one):
+        alone = answers_are_one_servers(text, folder, two, one)
+        answers_are_one_servers(text, folder, one, two, alone)
+
+
+def test_sliding_windows(text, folder):
+    prefill, decode = Site("prefill", "kv_producer", of("window"), folder), Site("decode", "kv_consumer", of("window"), folder)
+    prompts = forty(text)
+    with running(prefill, decode):
+        with way(prefill, decode) as proxy:
+            answers, seen = served(prompts, folder, prefill, decode, proxy)
+        bytes_are_prefills(seen, prefill, decode)
+        forget(decode)
+        alone = together(decode.url, prompts, TOKENS, AT_ONCE)
+    assert [answer.tokens for answer in answers] == [one.tokens for one in alone]
+
+
+def test_latent_rows(text, folder):
+    settings = of("mla", prefix_caching=False)
+    prefill, decode = Site("prefill", "kv_producer", settings, folder), Site("decode", "kv_consumer", settings.but(block=64, blocks=512), folder)
+    prompts = forty(text)
+    with running(prefill, decode), way(prefill, decode) as proxy:
+        _, seen = served(prompts, folder, prefill, decode, proxy)
+        bytes_are_prefills(seen, prefill, decode)
+        assert len(seen) == len(prompts) - 1  # one token has nothing before it
+        for length in LATENT:
+            assert complete(proxy.url, text[:length], TOKENS).tokens == complete(decode.url, text[:length], TOKENS).tokens
