@@ -2,7 +2,8 @@
 
 Proof by traces: prefill's and decode's are of one clock (CLOCK_MONOTONIC). A post's span ends when the decode rank has said that its bytes are
 there, so a post that ended before a step began had landed by then. A step of the engine is a span of its own (kvloom/vllm/steps.py).
-The figures are printed and never asserted.
+The figures are printed and never asserted. ExampleConnector takes no prompt of several chunks, so it is compared with a step that takes the
+whole prompt, for both; medians of ROUNDS, the two in turn.
 """
 
 import dataclasses
@@ -12,9 +13,10 @@ import random
 import statistics
 import time
 
+from instance import Instance
 from meeting import Meeting
 from models import model
-from settings import Settings
+from settings import Settings, connector
 
 PROMPT = 1_500  # tokens
 CHUNK = 256
@@ -112,3 +114,38 @@ def test_the_first_layer_is_there_before_the_second_chunk_is_computed(tmp_path, 
     early, tail, whole = (milliseconds(time / 1e6 for time in times) for times in zip(*[(s.early, s.tail, s.whole) for s in seen]))
     shown(f"kvloom, {PROMPT} tokens in chunks of {CHUNK}, medians of {ROUNDS} (least to most):")
     shown(f"  layer 0 of chunk 0 landed {early} before chunk 1 began; exposed tail {tail} of a transfer of {whole}")
+
+
+def handed_on(prefill: Instance, decode: Instance, name: str, prompt: list[int]) -> Asked:
+    """By ExampleConnector: decode is asked when prefill has answered, since it would find nothing before."""
+    asked = time.monotonic()
+    prefill.add(f"{name}-p", prompt, 1)
+    prefill.ended(f"{name}-p")
+    decode.add(name, prompt, 1)
+    tokens = decode.ended(name).tokens
+    return Asked(name, asked, prefill.when[f"{name}-p"], decode.when[name], tokens)
+
+
+def test_what_is_left_after_prefill_beside_vllms_own_connector(tmp_path_factory, shown):
+    files, trace = str(tmp_path_factory.mktemp("files")), tmp_path_factory.mktemp("trace")
+    whole = Settings(model("llama"), chunk=2_048, prefix_caching=False)
+    theirs = [
+        Instance(whole.but(connector=connector("ExampleConnector", role=role, shared_storage_path=files), cores=(core,)), role)
+        for core, role in enumerate(("kv_producer", "kv_consumer"))
+    ]
+    with theirs[0] as prefill, theirs[1] as decode, Meeting(whole, whole, trace=trace) as ours:
+        ours.ready(), prefill.ready(), decode.ready()
+        ask(ours, "met", prompts(3, 1)[0])
+        handed_on(prefill, decode, "met", prompts(3, 1)[0])
+        pairs = [(ask(ours, f"{n}", prompt), handed_on(prefill, decode, f"{n}", prompt)) for n, prompt in enumerate(prompts(4))]
+        ours.quiet()
+    assert all(own.tokens == other.tokens for own, other in pairs)
+    names = ("kvloom", "ExampleConnector")
+    shown(f"{PROMPT} tokens in one step, medians of {ROUNDS} (least to most), the two in turn:")
+    for name, several in zip(names, ([pair[0] for pair in pairs], [pair[1] for pair in pairs])):
+        shown(
+            f"  {name:16s} asked to decode's first token {milliseconds(a.first - a.asked for a in several)}; "
+            f"of that after prefill's answer {milliseconds(a.first - a.prefilled for a in several)}"
+        )
+    seen = [Seen(trace, pair[0].transfer) for pair in pairs]
+    shown(f"  kvloom's trace: exposed tail {milliseconds(s.tail / 1e6 for s in seen)} of a transfer of {milliseconds(s.whole / 1e6 for s in seen)}")
