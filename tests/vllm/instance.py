@@ -35,6 +35,7 @@ class Instance:
         self.what, self.settings = what, settings
         self._log = tempfile.TemporaryFile("w+")
         self._ended: dict[str, Ended] = {}
+        self.when: dict[str, float] = {}  # a request's answer came, seconds of time.monotonic()
         self._answers: dict[int, object] = {}
         self._asked = 0
         self._news = threading.Condition()
@@ -49,6 +50,7 @@ class Instance:
             said = json.loads(line)
             with self._news:
                 if "ended" in said:
+                    self.when[said["ended"]] = time.monotonic()
                     self._ended[said["ended"]] = Ended(said["ended"], tuple(said["tokens"]), said["reason"], said["params"])
                 else:
                     self._answers[said["to"]] = said["answer"]
@@ -156,7 +158,7 @@ class Child:
         bind = connector.bind_connector_metadata
 
         def bind_and_note(step):
-            for each in [*step.chunks, *step.loads]:
+            for each in [*getattr(step, "chunks", ()), *getattr(step, "loads", ())]:  # other connectors' metadata has none
                 self.tables[each.request] = each.tables
             bind(step)
 

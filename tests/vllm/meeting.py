@@ -1,5 +1,6 @@
 """A prefill and a decode instance for tests: how they are told of each other, and one request to both.  As the proxy does it (docs/proxy.md)."""
 
+import pathlib
 import secrets
 import socket
 
@@ -33,13 +34,15 @@ def kvloom_connector(role: str, policy: str = "recompute", **extra) -> dict:
 
 
 class Meeting:
-    """One prefill instance, one decode instance; each of its own settings."""
+    """One prefill instance, one decode instance; each of its own settings. `trace`: a folder, into which both write what happened as they end."""
 
-    def __init__(self, prefill: Settings, decode: Settings, policy: str = "recompute", **extra):
-        self.port = free_ports(prefill.tp)
-        prefill_connector = kvloom_connector("kv_producer", control_port=self.port)
-        self._prefill_settings = prefill.but(connector=prefill_connector, cores=prefill.cores or (0,) * prefill.tp)
-        decode_settings = decode.but(connector=kvloom_connector("kv_consumer", policy, **extra), cores=decode.cores or (1,) * decode.tp)
+    def __init__(self, prefill: Settings, decode: Settings, policy: str = "recompute", trace: pathlib.Path | None = None, **extra):
+        self.port = free_ports(prefill.ranks)
+        both = {"trace": str(trace)} if trace else {}
+        extra = both | extra
+        prefill_connector = kvloom_connector("kv_producer", control_port=self.port, **both)
+        self._prefill_settings = prefill.but(connector=prefill_connector, cores=prefill.cores or (0,) * prefill.ranks)
+        decode_settings = decode.but(connector=kvloom_connector("kv_consumer", policy, **extra), cores=decode.cores or (1,) * decode.ranks)
         self.prefill = Instance(self._prefill_settings, "prefill")
         self.decode = Instance(decode_settings, "decode")
 
@@ -54,7 +57,7 @@ class Meeting:
 
     @property
     def addresses(self) -> list[str]:
-        return [f"tcp://127.0.0.1:{self.port + rank}" for rank in range(self._prefill_settings.tp)]
+        return [f"tcp://127.0.0.1:{self.port + rank}" for rank in range(self._prefill_settings.ranks)]
 
     def parameters(self, seconds: float = SECONDS) -> tuple[dict, dict]:
         """(to prefill, to decode) of one attempt."""

@@ -80,8 +80,8 @@ def preemption(engine) -> None:
 
 
 def async_load(engine) -> None:
-    """512 of 600 tokens come from elsewhere, in three steps; the rest is computed here."""
-    engine.add("a", prompt(600), 3, {"record": {"match": 512, "async": True, "steps": 3}})
+    """599 of 600 tokens come from elsewhere, in three steps; the last one is computed here."""
+    engine.add("a", prompt(600), 3, {"record": {"match": "but the last", "async": True, "steps": 3}})
     engine.drain()
 
 
@@ -94,10 +94,10 @@ def async_load_all(engine) -> None:
 
 
 def async_load_after_hit(engine) -> None:
-    """256 tokens are in the local cache, all others come from elsewhere."""
+    """256 tokens are in the local cache, all others but the last come from elsewhere."""
     engine.add("a", prompt(256) + prompt(10, 1), 2)
     engine.drain()
-    engine.add("b", prompt(600), 3, {"record": {"match": "all", "async": True, "steps": 2}})
+    engine.add("b", prompt(600), 3, {"record": {"match": "but the last", "async": True, "steps": 2}})
     engine.drain()
 
 
@@ -108,14 +108,14 @@ def async_load_later(engine) -> None:
 
 
 def sync_load(engine) -> None:
-    """512 of 600 tokens are loaded within the step that computes the rest."""
-    engine.add("a", prompt(600), 3, {"record": {"match": 512, "async": False}})
+    """599 of 600 tokens are loaded within the step that computes the last one."""
+    engine.add("a", prompt(600), 3, {"record": {"match": "but the last", "async": False}})
     engine.drain()
 
 
 def abort_loading(engine) -> None:
     """The client leaves while the load goes on: blocks are kept until it ends."""
-    engine.add("a", prompt(600), 3, {"record": {"match": "all", "async": True, "steps": 4}})
+    engine.add("a", prompt(600), 3, {"record": {"match": "but the last", "async": True, "steps": 4}})
     engine.step()
     engine.step()
     engine.abort("a")
@@ -124,7 +124,7 @@ def abort_loading(engine) -> None:
 
 def failed_load_recompute(engine) -> None:
     """A load fails, told by request; the policy is to compute it here."""
-    engine.add("a", prompt(600), 3, {"record": {"match": "all", "async": True, "steps": 2, "fail": "request"}})
+    engine.add("a", prompt(600), 3, {"record": {"match": "but the last", "async": True, "steps": 2, "fail": "request"}})
     engine.drain()
 
 
@@ -136,7 +136,7 @@ def failed_blocks_recompute(engine) -> None:
 
 def failed_load_fail(engine) -> None:
     """A load fails, and the policy is that its request does."""
-    engine.add("a", prompt(600), 3, {"record": {"match": "all", "async": True, "steps": 2, "fail": "request"}})
+    engine.add("a", prompt(600), 3, {"record": {"match": "but the last", "async": True, "steps": 2, "fail": "request"}})
     engine.drain()
 
 
@@ -154,8 +154,8 @@ def window(engine) -> None:
 
 
 def window_load(engine) -> None:
-    """The hybrid model on the other side: 640 of 700 tokens come from elsewhere."""
-    engine.add("a", prompt(700), 3, {"record": {"match": 640, "async": True, "steps": 2}})
+    """The hybrid model on the other side: 699 of 700 tokens come from elsewhere."""
+    engine.add("a", prompt(700), 3, {"record": {"match": "but the last", "async": True, "steps": 2}})
     engine.drain()
 
 

@@ -5,7 +5,8 @@ there is no vLLM. One line is one call: {"side": "scheduler" or "worker", "call"
 Only what a connector may rely on is written: no addresses, times or process ids. Calls that the base class makes itself are not written twice.
 
 --kv-transfer-config: kv_connector_extra_config {"file": path}. How it answers, by request, in kv_transfer_params {"record": {...}}:
-    match    tokens that it claims to have beyond those in the local cache: a number of tokens from the prompt's start, or "all"
+    match    tokens that it claims to have beyond those in the local cache: a number of tokens from the prompt's start, "all",
+             or "but the last" (as KVLoomConnector answers)
     async    whether they are loaded between steps (true), or within the step (false)
     later    how many times it says "ask again later" first
     steps    how many steps an asynchronous load takes (1)
@@ -157,7 +158,8 @@ class RecordConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         told = self._told(request)
-        match = request.num_prompt_tokens if told.get("match") == "all" else told.get("match", 0)
+        words = {"all": request.num_prompt_tokens, "but the last": request.num_prompt_tokens - 1}
+        match = words.get(told.get("match"), told.get("match", 0))
         asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
         gives: tuple = (0, False)
         if asked <= told.get("later", 0):

@@ -35,6 +35,7 @@ class Settings:
     blocks: int = 256  # in the pool, the null block included
     prefix_caching: bool = True
     tp: int = 1
+    pp: int = 1
     cores: tuple[int, ...] | None = None  # which cores its ranks are bound to, one each; None: to none, the kernel chooses
     seed: int = 0
     gpu_memory: float | None = None  # part of a GPU's memory that it may take; None: it is on a CPU
@@ -45,10 +46,14 @@ class Settings:
         """The same with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
     def environment_of(self) -> dict[str, str]:
         """The variables that its processes run with, on top of the test's own."""
-        if self.cores is not None and len(self.cores) != self.tp:
-            raise ValueError(f"tp={self.tp} needs as many cores; cores={self.cores}")
+        if self.cores is not None and len(self.cores) != self.ranks:
+            raise ValueError(f"tp={self.tp}, pp={self.pp} need a core for each rank; cores={self.cores}")
         return {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in self.cores) if self.cores is not None else "nobind",
@@ -89,7 +94,7 @@ class Settings:
         return {
             "dtype": self.dtype, "max_model_len": self.max_length, "max_num_batched_tokens": self.chunk, "max_num_seqs": self.at_once,
             "block_size": self.block, "num_gpu_blocks_override": self.blocks, "enable_prefix_caching": self.prefix_caching,
-            "tensor_parallel_size": self.tp, "seed": self.seed,
+            "tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp, "seed": self.seed,
         }  # fmt: skip
 
 

@@ -51,9 +51,9 @@ class Counts:
 
     def take(self) -> KVLoomStats | None:
         """None: nothing has happened."""
-        data = dataclasses.asdict(self)
-        if not any(data.values()):
+        if not any(vars(self).values()):  # asked in each step, so nothing is copied for that
             return None
+        data = dataclasses.asdict(self)
         self.__init__()  # type: ignore[misc]
         return KVLoomStats(data=data)
 

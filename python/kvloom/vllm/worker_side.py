@@ -28,6 +28,7 @@ from kvloom.vllm.metadata import Handshake, Step
 from kvloom.vllm.params import Settings, refuse
 from kvloom.vllm.prefill_side import PrefillSide
 from kvloom.vllm.stats import Counts, KVLoomStats
+from kvloom.vllm.steps import Steps
 
 logger = logging.getLogger("vllm.kvloom")
 
@@ -58,7 +59,7 @@ class WorkerSide:
         self.tensors: dict[str, torch.Tensor] = {}
         self._placed: Placed | None = None
         self._step: Step | None = None
-        self._landed = Landed()
+        self._steps = Steps(f"rank {self._rank}: the engine") if settings.trace else None
 
     # ---- memory ----
 
@@ -140,6 +141,8 @@ class WorkerSide:
 
     def bind(self, step: Step) -> None:
         self._step = step
+        if self._steps:
+            self._steps.begin(step)
         self.preempt(step)
         if self.prefill:
             self.prefill.begin(step)
@@ -166,6 +169,8 @@ class WorkerSide:
 
     def unbind(self) -> None:
         self._step = None
+        if self._steps:
+            self._steps.end()
 
     def stats(self) -> KVLoomStats | None:
         return self._counts.take()
@@ -176,8 +181,9 @@ class WorkerSide:
         for name, side in (("prefill", self.prefill), ("decode", self.decode)):
             if side is None or side.session.closed:
                 continue
-            if self._settings.trace:
-                pathlib.Path(self._settings.trace, f"{name}-{self._rank}-{os.getpid()}.json").write_text(side.session.trace())
+            if self._steps:
+                trace = self._steps.beside(side.session.trace())
+                pathlib.Path(self._settings.trace, f"{name}-{self._rank}-{os.getpid()}.json").write_text(trace)
             if side is self.decode:
                 self.decode.close()
             side.session.close()

@@ -338,7 +338,7 @@ class Replay:
                 raise Differs(f"reported as finished {kind}, and not open, or for the second time: {sorted(wrong)}")
             self._open[kind] -= now
             self._due[kind] = (self._due[kind] | set(then)) & self._open[kind]
-        self._failed |= failed
+        self._failed |= failed - self.returned.keys()  # of a request that has ended vLLM looks at nothing but that its load is over
         self._may_fail |= set(recorded[2]) if self._release.has("get_transfer_results") else set()
         self._output.finished_sending, self._output.finished_recving, self._output.failed_recving = sent, received, failed
 
