@@ -180,6 +180,5 @@ class Decoding:
 
 
 def described(gaps: list[float]) -> str:
-    ordered = sorted(gaps)
-    most = ordered[len(ordered) * 95 // 100]
-    return f"median {1e3 * statistics.median(ordered):.0f} ms, 95 of 100 under {1e3 * most:.0f} ms ({len(ordered)} tokens)"
+    """The mean and the longest. No median: where the server's tokens reach the client in bursts, most gaps are 0 and say nothing of decoding."""
+    return f"{1e3 * statistics.mean(gaps):.0f} ms in the mean, {1e3 * max(gaps):.0f} ms the longest ({len(gaps)} tokens)"
