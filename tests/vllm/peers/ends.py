@@ -1,7 +1,7 @@
 """What becomes of a request when one side never comes, dies or loses its client: failures.py's scenarios with each connector, as one table.
 
 A wait is bounded by the connector's patience; what is longer is "never" in the table: not within that time. Servers that still hold something then are
-started anew before the next scenario. One connector after the other: beside NIXL's spinning workers, others' servers didn't answer for tens of seconds.
+started anew before the next scenario. One connector after the other: NIXL's spinning workers would take the others' cores.
 """
 
 import failures
