@@ -172,7 +172,7 @@ class Kept:
     def metrics(self) -> dict[str, float]:
         """Its Prometheus metrics, summed over labels: name -> value."""
         found: dict[str, float] = {}
-        for line in _open(f"{self.url}/metrics", timeout=10).read().decode().splitlines():
+        for line in _open(f"{self.url}/metrics", timeout=START_DEADLINE).read().decode().splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]

@@ -1,10 +1,8 @@
 """What becomes of a request when one side never comes, dies or loses its client: failures.py's scenarios with each connector, as one table.
 
 A wait is bounded by the connector's patience; what is longer is "never" in the table: not within that time. Servers that still hold something then are
-started anew before the next scenario. kvloom is tried alone; the others, which mostly wait, at the same time.
+started anew before the next scenario. One connector after the other: NIXL's spinning workers would take the others' cores.
 """
-
-from concurrent.futures import ThreadPoolExecutor
 
 import failures
 from ask import prompts_of
@@ -18,16 +16,12 @@ WITHIN = 2.0  # seconds, of what happened or of the time given: kvloom's goal
 
 
 def measure(pairs: list[Pair], say=print) -> list[Row]:
-    """@pre the pairs are frozen, and nothing else runs. @return rows by scenario, connectors in the order of the pairs"""
-    ours, others = [pair for pair in pairs if pair.name == "kvloom"], [pair for pair in pairs if pair.name != "kvloom"]
+    """@pre the pairs are frozen, and nothing else runs. @return rows by scenario, connectors in the order of the pairs. @post the pairs are closed"""
     rows = []
-    for together in filter(None, [ours, others]):
-        for pair in together:
-            pair.thaw()
-        with ThreadPoolExecutor(len(together)) as pool:
-            rows += [row for found in pool.map(lambda pair: _tried(pair, say), together) for row in found]
-        for pair in together:
-            pair.close()
+    for pair in pairs:
+        pair.thaw()
+        rows += _tried(pair, say)
+        pair.close()
     order = list(dict.fromkeys(row.scenario for row in rows))
     return sorted(rows, key=lambda row: order.index(row.scenario))
 
