@@ -76,7 +76,7 @@ install() { # VERSION
 
 # Three runs: what takes the place of vLLM stays there for the rest of a process.
 tests() { # VERSION
-  local halves=(python/tests/test_vllm_{connector,layouts,orders}.py) replayed=(python/tests/vllm_stand_in python/tests/test_vllm_replay.py)
+  local halves=(python/tests/test_vllm_{connector,layouts,orders,windows}.py) replayed=(python/tests/vllm_stand_in python/tests/test_vllm_replay.py)
   some_tests "$1" package --ignore-glob='*/test_vllm_*.py' --ignore=python/tests/vllm_stand_in python/tests
   some_tests "$1" vllm-halves "${halves[@]}"
   some_tests "$1" vllm-replayed "${replayed[@]}"

@@ -189,32 +189,6 @@ def test_a_layer_by_layer_start_is_a_synchronous_load():
     assert side.build(Output(new={"a": (([1, 2, 3],), 299, 1)})).loads[0].sync
 
 
-@dataclasses.dataclass
-class Pool:
-    blocks: list[int]
-    held: list[int] = dataclasses.field(default_factory=list)
-
-    def touch(self, blocks: list[int]) -> None:
-        self.held += blocks
-
-    def free_blocks(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.held.remove(block)
-
-
-def test_a_windows_last_blocks_are_held():
-    """Window of 32 in blocks of 16, prompt 96: decode wants tokens from 64 on, vLLM frees block 4 (64 to 79) as soon as token 95 is there."""
-    side = SchedulerSide(prefills=True, decodes=False, groups=2, windows={1: (32, 16)})
-    pool = Pool([10 * n for n in range(20)])
-    side.bind_pool(pool)
-    side.know(request := Request("a", 96, TO_PREFILL))
-    side.build(Output(new={"a": (([1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 9, 11]), 0, 96)}))
-    assert pool.held == [90, 110]
-    side.finished(request)
-    side.sent({"a"})
-    assert pool.held == []
-
-
 # ---- the workers' halves, with real sessions ----
 
 BLOCKS, HEADS, WIDE, LAYERS = 32, 4, 16, 3

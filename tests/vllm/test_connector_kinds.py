@@ -57,6 +57,18 @@ def test_bytes_are_prefills(kind):
         meeting.quiet()
 
 
+def test_a_block_of_which_a_window_loaded_a_part_is_no_prefix_of_others():
+    """600 tokens leave block 2 (256 to 383) loaded from 344 on. 520 tokens that begin alike read it from 264 on: they must not find it."""
+    drawn = random.Random(17)
+    text = [drawn.randrange(256) for _ in range(600)]
+    with Meeting(*KINDS["window"]) as meeting:
+        meeting.ready()
+        meeting.ask("long", text)
+        meeting.ask("short", [*text[:512], *text[:8]], max_tokens=1)
+        assert meeting.decode.sums("short", 519) == meeting.prefill.sums("short-p", 519)
+        meeting.quiet()
+
+
 def test_latent_tokens_are_those_that_prefill_would_have_gone_on_with():
     """Chunks of 256, so that prefill computes the last token of these prompts alone, as decode does: the same sums, the same bits."""
     drawn = random.Random(13)

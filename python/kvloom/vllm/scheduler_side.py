@@ -6,7 +6,8 @@
 Law: `finished` holds the blocks of each request that was offered, until every worker has answered; so each is reported once, whether its
 transfer had ended before, ends later, or never began. A load is begun at most once; what comes back to the scheduler afterwards (failed,
 preempted) is computed here. Law: who was named by the proxy is told of the end: a decode request that wants nothing, or leaves before it
-began, still begins with an empty range, by which its prefill ranks are done.
+began, still begins with an empty range, by which its prefill ranks are done. Law: whatever vLLM's prefix cache offers is whole: a window that begins
+inside a block is loaded from there on, and vLLM takes the block for computed; it is withdrawn from the cache before anybody else can find it.
 Thread: the scheduler's.  Clock: `now`, seconds.
 """
 
@@ -48,6 +49,7 @@ class Loading:
     prompt: int  # tokens
     state: str = WAITING
     local: int = 0  # tokens that are cached here
+    partial: set[int] = dataclasses.field(default_factory=set)  # blocks of windows of which only the end is loaded
     refused: str = ""
 
 
@@ -63,6 +65,7 @@ class SchedulerSide:
         self._sending: dict[str, Sending] = {}
         self._loading: dict[str, Loading] = {}
         self._held: set[str] = set()
+        self._partial: dict[str, set[int]] = {}  # `partial` of loads that are over, until their requests go on
         self._step = Step()
 
     def bind_pool(self, pool: Any) -> None:
@@ -99,9 +102,14 @@ class SchedulerSide:
 
     # ---- decode ----
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """(tokens to load beyond `computed`, whether the request waits for them). The last prompt token is always computed here."""
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """(tokens to load beyond `computed`, whether the request waits for them). The last prompt token is always computed here.
+        None: `computed` may count blocks that were just withdrawn; ask again."""
         self.know(request)
+        self._partial.pop(request.request_id, None)  # its load has failed, and the blocks aren't its own any more
+        found = [self._withdraw(blocks) for blocks in self._partial.values()]
+        if computed and any(found):
+            return None, False
         load = self._loading.get(request.request_id)
         if load is None or load.state != WAITING:
             return 0, False
@@ -111,11 +119,17 @@ class SchedulerSide:
 
     def allocated(self, request: Any, tables: tuple[list[int], ...], external: int) -> None:
         load = self._loading.get(request.request_id)
-        if load is None or load.state != WAITING:
+        if load is None:
             return
-        if external > 0:
+        if load.state != WAITING:
+            self._withdraw(self._partial.pop(request.request_id, set()))
+        elif external > 0:
             load.state = LOADING
-            self._begin(request.request_id, load, (load.local, load.local + external), tables)
+            tokens = (load.local, load.local + external)
+            load.partial = self._in_part(tokens, tables)
+            if self._sync:
+                self._withdraw(load.partial)
+            self._begin(request.request_id, load, tokens, tables)
         else:
             load.state = OVER
             self._decline(request.request_id, load)
@@ -125,6 +139,25 @@ class SchedulerSide:
         seconds = max(0.0, load.until - self._now())
         key, sources = (transfer.key, transfer.sources) if transfer else ("", [])
         self._step.loads.append(Load(name, key, seconds, sources, *tokens, tables, self._sync and tokens[1] > tokens[0], load.refused))
+
+    def _in_part(self, tokens: tuple[int, int], tables: tuple[list[int], ...]) -> set[int]:
+        """Blocks in the midst of which a window begins: what is before is not loaded, since nobody reads it for this request."""
+        begin, end = tokens
+        found = set()
+        for group, (window, block) in self._windows.items():
+            first = end - window + 1  # the next token reads it and those after it
+            if first > begin and first % block:
+                found.add(tables[group][first // block])
+        return found
+
+    def _withdraw(self, blocks: set[int]) -> bool:
+        """From vLLM's prefix cache, which has them once their request goes on. @return whether some were there."""
+        if self._pool is None:
+            return False
+        cached = {number for number in blocks if self._pool.blocks[number].block_hash is not None}
+        if cached:
+            self._pool.evict_blocks(cached)
+        return bool(cached)
 
     def _decline(self, name: str, load: Loading) -> None:
         if load.transfer is not None:
@@ -200,6 +233,7 @@ class SchedulerSide:
 
     def _forget_load(self, name: str) -> None:
         load = self._loading.pop(name, None)
+        self._partial.pop(name, None)
         if load is None or load.state == OVER:
             return
         if load.state == LOADING:
@@ -212,6 +246,8 @@ class SchedulerSide:
         for name in names or ():
             if load := self._loading.get(name):
                 load.state = OVER
+                if load.partial and not self._sync:
+                    self._partial[name] = load.partial
 
     def sent(self, names: set[str] | None) -> None:
         """Finished prefills that no worker reads any more."""

@@ -87,6 +87,10 @@ class Pool:
         for block in ordered_blocks:
             self.held.remove(block.block_id)
 
+    def evict_blocks(self, block_ids) -> None:
+        for number in block_ids:
+            self.blocks[number].block_hash = None
+
 
 class Replay:
     """One connector class by one recording, as one release. @pre within `installed` of that release."""
