@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check bench mutants soak format clean
+.PHONY: help demo test test-vllm check bench bench-vllm mutants soak format clean
 
 help: ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -18,6 +18,9 @@ check: ## The inner loop: build what changed and run the quick tests (FOLDERS="p
 
 bench: ## Build a release, run the benchmarks, print the table of ratios
 	@scripts/bench.sh
+
+bench-vllm: ## Install a real vLLM for CPUs and measure what the connector costs it while nothing is transferred
+	@scripts/bench_vllm.sh
 
 mutants: ## Break the session layer in each way of tests/mutants: the simulator has to see it
 	@scripts/mutants.sh
