@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check bench bench-vllm-peers mutants soak format clean
+.PHONY: help demo test test-vllm check bench bench-vllm bench-vllm-peers mutants soak format clean
 
 help: ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -21,6 +21,9 @@ bench: ## Build a release, run the benchmarks, print the table of ratios
 
 bench-vllm-peers: ## kvloom beside vLLM's own NIXL and Mooncake connectors, in real vLLM servers on this CPU: ends, idle cost, time to first token
 	@scripts/bench_vllm_peers.sh
+
+bench-vllm: ## Install a real vLLM for CPUs and measure what the connector costs it while nothing is transferred
+	@scripts/bench_vllm.sh
 
 mutants: ## Break the session layer in each way of tests/mutants: the simulator has to see it
 	@scripts/mutants.sh

@@ -4,7 +4,7 @@
     build/kvloom run ... --stream --transport cuda --load gemm            # what `alone` takes now
 
 NVLink draws power while anything crosses it, and a GPU at the limit of its power then lowers its clock: so the first byte of any transfer,
-by whatever software, slows the computation, and the bytes after it hardly do (docs/measurements).
+by whatever software, slows the computation, and the bytes after it hardly do (docs/measurements/2026-11-30-two-gpus.md).
 """
 import ctypes as c
 import sys

@@ -45,7 +45,7 @@ def main() -> None:
         (info,) = root.glob("*.dist-info")
         packages = {package_of(library.name) for library in root.glob("*.libs/*")}
         for package in sorted(packages):
-            (info / "licenses" / package).mkdir(parents=True)
+            (info / "licenses" / package).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(licence_of(package), info / "licenses" / package / "copyright")
         wheel("pack", "-d", scratch, str(root))
         pathlib.Path(scratch, file.name).replace(file)

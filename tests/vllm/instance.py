@@ -112,6 +112,10 @@ class Instance:
         """How many steps the engine takes in that time."""
         return self._ask("steps_in", seconds)
 
+    def step_times(self, prompt: list[int], max_tokens: int) -> list[float]:
+        """Seconds of each step that one request takes, alone."""
+        return self._ask("step_times", list(prompt), max_tokens)
+
     def forget_prefixes(self) -> None:
         assert self._ask("forget_prefixes"), "blocks are held"
 
@@ -206,6 +210,16 @@ class Child:
             self.step()
         time.sleep(max(0.0, end - time.monotonic()))
         return self.steps - before
+
+    def step_times(self, prompt, max_tokens) -> list[float]:
+        self.engine.add(f"timed-{self.steps}", prompt, max_tokens)
+        times = []
+        while self.engine.scheduler.has_requests():
+            begin = time.monotonic()
+            self.engine.step()
+            times.append(time.monotonic() - begin)
+            self.steps += 1
+        return times
 
     def sums(self, name, tokens) -> dict[str, int]:
         import torch

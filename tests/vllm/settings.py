@@ -34,6 +34,7 @@ class Settings:
     block: int = 128
     blocks: int = 256  # in the pool, the null block included
     prefix_caching: bool = True
+    whole_prompt_fits: bool = True  # a prompt is begun only where there are blocks for all of it; False: it may be preempted between two chunks
     tp: int = 1
     pp: int = 1
     cores: tuple[int, ...] | None = None  # which cores its ranks are bound to, one each; None: to none, the kernel chooses
@@ -95,6 +96,7 @@ class Settings:
             "dtype": self.dtype, "max_model_len": self.max_length, "max_num_batched_tokens": self.chunk, "max_num_seqs": self.at_once,
             "block_size": self.block, "num_gpu_blocks_override": self.blocks, "enable_prefix_caching": self.prefix_caching,
             "tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp, "seed": self.seed,
+            "scheduler_reserve_full_isl": self.whole_prompt_fits,
         }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ const char* to_string(Way way);
 
 // Nanoseconds.
 struct Line {
-  double per_call = 0;  // of a run that goes alone; the kernel's launch is shared by all runs of a start
+  double per_call = 0;  // of a run that goes alone; the kernel's launch is shared by all runs of a list
   double per_piece = 0;
   double per_byte = 0;
   constexpr double of(const Run& run) const {

@@ -142,15 +142,22 @@ GpuCopyQueue::~GpuCopyQueue() {
 }
 
 Expected<void> GpuCopyQueue::start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) {
+  if (broken_) return tl::unexpected(*broken_);
   const Current here = gpu_->current();
   auto ok = try_start(work, begin, end);
   if (ok) return ok;
-  used_ = 0;  // what it has begun has no mark: wait for it here
-  parts_.clear();
-  items_.clear();
+  give_up(ok.error());  // what it has begun has no mark: wait for it here
   for (const CUstream stream : {engines_[0].stream, engines_[1].stream, upload_, kernel_.stream})
     gpu_->driver().cuStreamSynchronize(stream);
   return ok;
+}
+
+// The open list will not go: what shares it is never finished.
+void GpuCopyQueue::give_up(const Error& why) {
+  broken_ = why;
+  used_ = 0;
+  batches_.clear();
+  items_.clear();
 }
 
 Expected<void> GpuCopyQueue::try_start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) {
@@ -235,14 +242,15 @@ Expected<void> GpuCopyQueue::copy_cut(const CopyJob& job, std::int64_t begin, st
   return {};
 }
 
-Expected<void> GpuCopyQueue::copy(const CopyJob& job) { return choose(job.run).way == Way::engine ? copy_2d(job) : list(job); }
+Expected<void> GpuCopyQueue::copy(const CopyJob& job) { return choose(job.run).way == Way::engine ? copy_2d(job) : word(job); }
 
 Expected<void> GpuCopyQueue::copy_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places) {
   const Way way = choose(stretch.like.run).way;
-  if (way == Way::kernel && std::ssize(places) >= kAlike && list_of(stretch.like.run, 1)) return list(stretch, places);
+  const bool few = std::ssize(places) < kAlike || batches_.size() >= kMostBatches;
+  if (way == Way::kernel && !few && list_of(stretch.like.run, 1)) return word(stretch, places);
   for (const shm::RunPlace& place : places) {
     const CopyJob job = job_at(stretch, place);
-    if (auto ok = way == Way::engine ? copy_2d(job) : list(job); !ok) return ok;
+    if (auto ok = way == Way::engine ? copy_2d(job) : word(job); !ok) return ok;
   }
   return {};
 }
@@ -272,42 +280,49 @@ Expected<void> GpuCopyQueue::copy_2d(const CopyJob& job) {
 
 // ---- the open list ----
 
-Expected<void> GpuCopyQueue::list(const CopyJob& job) {
-  const std::int64_t total = job.run.total().value;
-  constexpr std::int64_t kAtOnce = 1 << 20;  // bytes: so many items fit, if they are not very narrow
-  for (std::int64_t from = 0; from < total; from += kAtOnce) {
-    append_items({&job, 1}, from, std::min(from + kAtOnce, total), items_);
-    if (used_ + items_.size() * sizeof(CopyItem) < kListBytes / 2) continue;
+// So many bytes more may be worded.
+Expected<void> GpuCopyQueue::make_room(std::size_t bytes) {
+  if (space() < bytes)
     if (auto ok = close_list(); !ok) return ok;
+  if (can_word()) return {};
+  return gpu_->check(gpu_->driver().cuStreamSynchronize(kernel_.stream), "waiting for a copy");
+}
+
+Expected<void> GpuCopyQueue::word(const CopyJob& job) {
+  constexpr std::int64_t kAtOnce = 1 << 20;  // bytes
+  constexpr std::size_t kMostItems = 512;    // of them: an item has at least half of kItemBytes, if there are several
+  const std::int64_t total = job.run.total().value;
+  for (std::int64_t from = 0; from < total; from += kAtOnce) {
+    if (auto ok = make_room(kMostItems * sizeof(CopyItem)); !ok) return ok;
+    append_items({&job, 1}, from, std::min(from + kAtOnce, total), items_);
   }
   return {};
 }
 
 // Runs by where they are.
-Expected<void> GpuCopyQueue::list(const shm::Stretch& stretch, std::span<const shm::RunPlace> places) {
+Expected<void> GpuCopyQueue::word(const shm::Stretch& stretch, std::span<const shm::RunPlace> places) {
   while (!places.empty()) {
-    if (used_ + sizeof(RunAddress) > kListBytes)
-      if (auto ok = close_list(); !ok) return ok;
-    Part& part = part_for(stretch.like.run, address_of(stretch, places[0]));
-    const std::size_t worded = word_runs(stretch, places, part.mask);
-    part.list.run_count += static_cast<std::uint32_t>(worded);
+    if (auto ok = make_room(sizeof(RunAddress)); !ok) return ok;
+    Batch& batch = batch_for(stretch.like.run, address_of(stretch, places[0]));
+    const std::size_t worded = word_some(stretch, places, batch.mask);
+    batch.list.run_count += static_cast<std::uint32_t>(worded);
     places = places.subspan(worded);
   }
   return {};
 }
 
-// The part that such a run goes into: the last one, if its runs are of that kind and as well aligned.
-GpuCopyQueue::Part& GpuCopyQueue::part_for(const Run& like, const RunAddress& first) {
+// The batch that such a run goes into: the last one, if its runs are of that kind and no better aligned.
+GpuCopyQueue::Batch& GpuCopyQueue::batch_for(const Run& like, const RunAddress& first) {
   const std::uint64_t bits = first.source | first.target | 16;
-  if (!parts_.empty() && is_same_kind(parts_.back().like, like) && (bits & parts_.back().mask) == 0) return parts_.back();
+  if (!batches_.empty() && is_same_kind(batches_.back().like, like) && (bits & batches_.back().mask) == 0) return batches_.back();
   const std::uint64_t alignment = bits & -bits;
-  return parts_.emplace_back(Part{*list_of(like, alignment), like, used_, alignment - 1});
+  return batches_.emplace_back(Batch{*list_of(like, alignment), like, used_, alignment - 1});
 }
 
 // As many of the runs as there is room for, until one is not aligned.  @cost two additions and 16 bytes each
-std::size_t GpuCopyQueue::word_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask) {
+std::size_t GpuCopyQueue::word_some(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask) {
   auto* const out = reinterpret_cast<RunAddress*>(lists_[next_list_].pinned + used_);
-  const std::size_t most = std::min(places.size(), (kListBytes - used_) / sizeof(RunAddress));
+  const std::size_t most = std::min(places.size(), space() / sizeof(RunAddress));
   std::size_t i = 0;
   for (; i < most; ++i) {
     const RunAddress run = address_of(stretch, places[i]);
@@ -318,38 +333,39 @@ std::size_t GpuCopyQueue::word_runs(const shm::Stretch& stretch, std::span<const
   return i;
 }
 
-// Brings the open list to the GPU, and a kernel for each of its parts; the last one has the items too, and says that all is in place.
+// Brings the open list to the GPU, and a kernel for each of its batches; the last one has the items too, and says that all is in place.
 Expected<void> GpuCopyQueue::close_list() {
-  if (used_ + items_.size() * sizeof(CopyItem) > kListBytes) {  // runs first, items in the next one
-    std::vector<CopyItem> later = std::exchange(items_, {});
-    if (auto ok = close_list(); !ok) return ok;
-    items_ = std::move(later);
-  }
-  const Driver& driver = gpu_->driver();
   List& list = lists_[next_list_];
-  const std::size_t items_at = used_, bytes = used_ + items_.size() * sizeof(CopyItem);
-  std::copy(items_.begin(), items_.end(), reinterpret_cast<CopyItem*>(list.pinned + items_at));
-  if (parts_.empty()) parts_.emplace_back();
-  parts_.back().list.items = list.device + items_at;
-  parts_.back().list.item_count = static_cast<std::uint32_t>(items_.size());
-  if (auto ok = gpu_->check(driver.cuMemcpyHtoDAsync(list.device, list.pinned, bytes, upload_), "the kernel's list"); !ok)
-    return ok;
-  if (auto ok = gpu_->check(driver.cuEventRecord(list.uploaded, upload_), "an event"); !ok) return ok;
-  if (auto ok = gpu_->check(driver.cuStreamWaitEvent(kernel_.stream, list.uploaded, 0), "an event"); !ok) return ok;
-  for (Part& part : parts_) {
-    part.list.runs = list.device + part.begin;
-    const bool last = &part == &parts_.back();
-    if (last) part.list.done = done_;
-    if (last) part.list.done.mark = static_cast<std::uint32_t>(kernel_.put + 1);
-    if (auto ok = launch(part.list); !ok) return ok;
+  if (auto ok = upload(); !ok) return ok;
+  if (batches_.empty()) batches_.emplace_back();
+  CopyList& last = batches_.back().list;
+  last.items = list.device + used_;
+  last.item_count = static_cast<std::uint32_t>(items_.size());
+  last.done = done_;
+  last.done.mark = static_cast<std::uint32_t>(kernel_.put + 1);
+  for (Batch& batch : batches_) {
+    batch.list.runs = list.device + batch.begin;
+    if (auto ok = launch(batch.list); !ok) return ok;
   }
   list.mark = ++kernel_.put;
   used_ = 0;
-  parts_.clear();
+  batches_.clear();
   items_.clear();
   next_list_ = (next_list_ + 1) % kLists;
-  if (kernel_.has(lists_[next_list_].mark)) return {};
-  return gpu_->check(driver.cuStreamSynchronize(kernel_.stream), "waiting for a copy");
+  return {};
+}
+
+// What the kernel stream gets from now on finds the list in the GPU's memory.
+Expected<void> GpuCopyQueue::upload() {
+  const Driver& driver = gpu_->driver();
+  const List& list = lists_[next_list_];
+  std::copy(items_.begin(), items_.end(), reinterpret_cast<CopyItem*>(list.pinned + used_));
+  if (auto ok =
+          gpu_->check(driver.cuMemcpyHtoDAsync(list.device, list.pinned, kListBytes - space(), upload_), "the kernel's list");
+      !ok)
+    return ok;
+  if (auto ok = gpu_->check(driver.cuEventRecord(list.uploaded, upload_), "an event"); !ok) return ok;
+  return gpu_->check(driver.cuStreamWaitEvent(kernel_.stream, list.uploaded, 0), "an event");
 }
 
 Expected<void> GpuCopyQueue::launch(const CopyList& list) {
@@ -373,9 +389,13 @@ Expected<void> GpuCopyQueue::mark(Lane& lane) {
 }
 
 Expected<std::uint64_t> GpuCopyQueue::finished() {
+  if (broken_) return tl::unexpected(*broken_);
   if (is_open() && kernel_.put - kernel_.done() < kEnough) {
     const Current here = gpu_->current();
-    if (auto ok = close_list(); !ok) return tl::unexpected(ok.error());
+    if (auto ok = close_list(); !ok) {
+      give_up(ok.error());
+      return tl::unexpected(ok.error());
+    }
   }
   const std::uint64_t before = finished_;
   for (; !started_.empty() && has(started_.front()); started_.pop_front()) {
@@ -392,15 +412,15 @@ Expected<std::uint64_t> GpuCopyQueue::finished() {
 
 Expected<void> GpuCopyQueue::look_for_errors() {
   const Current here = gpu_->current();
-  bool idle = !is_open();
+  bool idle = true, said = true;
   for (const Lane* lane : lanes()) {
     const CUresult result = gpu_->driver().cuStreamQuery(lane->stream);
     idle &= result == CUDA_SUCCESS;
+    said &= lane->has(lane->put);
     if (result != CUDA_ERROR_NOT_READY)
       if (auto ok = gpu_->check(result, "copying from a peer"); !ok) return ok;
   }
-  if (idle && !has(started_.front()))
-    return fail(Code::io, "the GPU has nothing to do, and has not said that copy {} is done", finished_ + 1);
+  if (idle && !said) return fail(Code::io, "the GPU has nothing to do, and has not said that copy {} is done", finished_ + 1);
   return {};
 }
 
@@ -408,16 +428,14 @@ void GpuCopyQueue::drain() {
   const auto idle = [](const Lane* lane) { return lane->stream == nullptr || lane->has(lane->put); };
   if (!is_open() && std::ranges::all_of(lanes(), idle)) return;
   const Current here = gpu_->current();
-  if (is_open()) (void)close_list();  // refused: it never becomes finished, and look_for_errors says so
-  used_ = 0;
-  parts_.clear();
-  items_.clear();
+  if (is_open())
+    if (const auto ok = close_list(); !ok) give_up(ok.error());
   for (const Lane* lane : lanes())  // an error: the context is broken, and its streams have stopped
     gpu_->driver().cuStreamSynchronize(lane->stream);
 }
 
 bool GpuCopyQueue::renew() {
-  if (is_open() || !std::ranges::all_of(lanes(), [](const Lane* lane) { return lane->has(lane->put); })) return false;
+  if (broken_ || is_open() || !std::ranges::all_of(lanes(), [](const Lane* lane) { return lane->has(lane->put); })) return false;
   started_.clear();
   finished_ = 0;
   in_flight_ = Bytes(0);

@@ -9,12 +9,15 @@
 // the GPU. Two engine streams: while one says that it is done, the other copies. What is to be listed while kEnough kernels are under way
 // is added to an open list, which goes when one of them has ended or when the list is full: so kernels are few and large where the host is
 // faster than the link, and nothing waits where it is not.
-// Nothing of it waits for the peer: what was posted was computed before. So to drain takes as long as the bytes in flight do, and as a kernel
-// waits for SMs that others have, whatever the peer does.  Owner: a connection.  Thread: the transport's.
+// Law: a list goes to the GPU whole, and one mark says that all of it is in place; starts that share it have that mark.
+// Nothing of it waits for the peer: what was posted was computed before. So to drain takes as long as the bytes in flight do (an open list
+// among them), and as a kernel waits for SMs that others have, whatever the peer does.
+// Owner: a connection.  Thread: the transport's; a lender of this process drains from its own, while ours is kept out (loans.h).
 #pragma once
 
 #include <array>
 #include <deque>
+#include <optional>
 #include <vector>
 
 #include "kvloom/transport/cuda/choice.h"
@@ -45,9 +48,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
   Expected<void> start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end) override;
   Expected<std::uint64_t> finished() override;
   // None while the next list is still read: so a start waits only if it needs more lists than are free.
-  Bytes room() const override {
-    return kernel_.has(lists_[next_list_].mark) ? std::max(limits_.in_flight - in_flight_, Bytes(0)) : Bytes(0);
-  }
+  Bytes room() const override { return can_word() ? std::max(limits_.in_flight - in_flight_, Bytes(0)) : Bytes(0); }
   Bytes batch() const override { return std::min(Bytes(limits_.in_flight.value / 2), kMostBatch); }
   void drain() override;
   // As new, for another peer; false: something of it broke.  @pre drained
@@ -60,6 +61,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
   static constexpr Bytes kFewBytes{256 << 10};  // of a start that goes with its kernel, if it has no more than kFewItems
   static constexpr std::uint64_t kEnough = 2;   // kernels under way: one copies, one waits for it
   static constexpr std::size_t kEngines = 2;
+  static constexpr std::size_t kMostBatches = 32;  // of a list: a kernel each. Further kinds are items
 
   // A stream, and how much of what was put into it is done.
   struct Lane {
@@ -78,7 +80,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
     std::uint64_t mark = 0;  // of the kernel lane: then it is free again
   };
   // Runs of the open list that one kernel copies, from byte `begin` of the list on.
-  struct Part {
+  struct Batch {
     CopyList list;
     Run like;
     std::size_t begin = 0;
@@ -95,6 +97,9 @@ class GpuCopyQueue final : public shm::CopyQueue {
   Expected<void> set_up_lists();
   std::array<Lane*, kEngines + 1> lanes() { return {&engines_[0], &engines_[1], &kernel_}; }
   bool is_open() const { return used_ > 0 || !items_.empty(); }
+  bool can_word() const { return is_open() || kernel_.has(lists_[next_list_].mark); }
+  std::size_t space() const { return kListBytes - used_ - items_.size() * sizeof(CopyItem); }
+  void give_up(const Error& why);
 
   Expected<void> try_start(const shm::CopyWork& work, std::int64_t begin, std::int64_t end);
   Expected<bool> try_few(const shm::CopyWork& work, std::int64_t begin, std::int64_t end);
@@ -104,11 +109,13 @@ class GpuCopyQueue final : public shm::CopyQueue {
   Expected<void> copy_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places);
   Expected<void> copy(const CopyJob& job);
   Expected<void> copy_2d(const CopyJob& job);
-  Expected<void> list(const shm::Stretch& stretch, std::span<const shm::RunPlace> places);
-  Expected<void> list(const CopyJob& job);
-  Part& part_for(const Run& like, const RunAddress& first);
-  std::size_t word_runs(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask);
+  Expected<void> make_room(std::size_t bytes);
+  Expected<void> word(const CopyJob& job);
+  Expected<void> word(const shm::Stretch& stretch, std::span<const shm::RunPlace> places);
+  std::size_t word_some(const shm::Stretch& stretch, std::span<const shm::RunPlace> places, std::uint64_t mask);
+  Batch& batch_for(const Run& like, const RunAddress& first);
   Expected<void> close_list();
+  Expected<void> upload();
   Expected<void> launch(const CopyList& list);
   Expected<void> mark(Lane& lane);
   bool has(const Started& start) const { return engines_[start.lane].has(start.engine) && kernel_.has(start.kernel); }
@@ -127,7 +134,7 @@ class GpuCopyQueue final : public shm::CopyQueue {
   std::array<List, kLists> lists_;
   std::size_t next_list_ = 0;    // the open one
   std::size_t used_ = 0;         // bytes of the open list, of runs
-  std::vector<Part> parts_;      // of the open list
+  std::vector<Batch> batches_;   // of the open list
   std::vector<CopyItem> items_;  // of the open list: go behind its runs
   std::deque<Started> started_;
   std::uint64_t finished_ = 0;
@@ -135,7 +142,8 @@ class GpuCopyQueue final : public shm::CopyQueue {
   int quiet_polls_ = 0;       // without progress, since the driver was asked for errors
   std::vector<CopyJob> cut_;  // of the start that is being made
   bool engine_used_ = false;
-  Done done_;  // without its mark
+  Done done_;                    // without its mark
+  std::optional<Error> broken_;  // something that was begun, or listed, will never be done
 };
 
 // Appends bytes [begin, end) of the stream of jobs as jobs of whole runs: what is cut becomes a run of its whole pieces and the rests.

@@ -109,6 +109,12 @@ Expected<std::unique_ptr<CudaTransport>> CudaTransport::make(CudaOptions options
       new CudaTransport(std::move(*ends), std::move(device), std::move(*gpu), std::move(counts)));
 }
 
+// A lender of this process drains our queues from its own thread (loans.h), and that may begin copies.
+cuda::CopyCounts CudaTransport::counts() const {
+  const auto reading = gpu_->contexts().loans().reading();
+  return *counts_;
+}
+
 bool CudaTransport::poll(PollLimit limit, std::vector<Event>& events) {
   gpu_->contexts().free_some(kFreesAPoll);
   return RingTransport::poll(limit, events);

@@ -28,7 +28,7 @@ class CudaTransport final : public shm::RingTransport {
 
   const cuda::Gpu& gpu() const { return *gpu_; }
   const cuda::GpuPtr& gpu_owner() const { return gpu_; }
-  cuda::CopyCounts counts() const { return *counts_; }
+  cuda::CopyCounts counts() const;
 
   // As RingTransport; and frees what was put off while a stream waited at a gate (cuda/contexts.h), a little a poll.
   bool poll(PollLimit limit, std::vector<Event>& events) override;

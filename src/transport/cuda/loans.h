@@ -1,8 +1,8 @@
 // loans.h: cudaMalloc'ed memory of this process that another transport of this process reads where it lies.  Stage: carry.
 // Between processes a reader has the memory mapped, and with that held. An IPC handle can't be opened where it was made, so within a
 // process the reader has nothing but the address: memory that its owner takes back and frees would be a fault, which ends the context.
-// Law: once a loan has ended no copy reads it, and none begins to. `end` waits for the copies that are under way and for nothing else: not
-// for the reader's thread. What still would read it costs the reader that connection.
+// Law: once a loan has ended no copy reads it, and none begins to. `end` begins what the reader had listed, waits for the copies that are under way
+// and for nothing else: not for the reader's thread. What still would read it costs the reader that connection.
 // Owner: Contexts.  Thread: any: source and target have threads of their own.
 #pragma once
 

@@ -32,7 +32,10 @@ class PooledQueue final : public shm::CopyQueue, private Loans::Reader {
     const auto reading = loans_.reading();
     return queue_->finished();
   }
-  Bytes room() const override { return queue_->room(); }
+  Bytes room() const override {
+    const auto reading = loans_.reading();
+    return queue_->room();
+  }
   Bytes batch() const override { return queue_->batch(); }
   void drain() override {
     const auto reading = loans_.reading();

@@ -48,7 +48,7 @@ class CopyQueue {
   virtual ~CopyQueue() = default;  // @pre drained
 
   // Begins to copy bytes [begin, end) of the stream of its runs, as copy_range.  @pre runs are checked
-  // @error io, unavailable: the device refused, what had begun has ended, and none of it counts
+  // @error io, unavailable: the device refused, what had begun has ended, and none of it counts, nor of starts that were not finished
   virtual Expected<void> start(const CopyWork& work, std::int64_t begin, std::int64_t end) = 0;
 
   // How many starts are in place, and visible to whoever reads the target memory from now on.  @error io: the device broke down
