@@ -165,7 +165,7 @@ class DecodeSide:
 
     def _part(self, load: Load) -> None:
         """The farewell. Where the load was sent and ended, prefill refuses it at once, which is as good."""
-        empty = tuple([] for _ in load.tables)
+        empty: tuple[list[int], ...] = tuple([] for _ in load.tables)
         self._begin(dataclasses.replace(load, begin=0, end=0, tables=empty, seconds=min(load.seconds, FAREWELL), sync=False), farewell=True)
 
     def _end(self, event: kvloom.TargetEnded, incoming: Incoming) -> None:
