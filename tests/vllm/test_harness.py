@@ -73,7 +73,7 @@ def test_nothing_is_left_of_a_server_that_is_killed_and_it_starts_again(server):
     old = list(server.processes())
     assert len(old) >= 3, "the API server, the engine and a worker"
     server.kill()
-    assert all(gone(process) for process in old)
+    until(lambda: all(gone(process) for process in old), 10, "all processes of a server that was killed have ended")
     with pytest.raises((ServerError, OSError)):
         complete(server.url, prompt, deadline=5)
     server.start()

@@ -7,12 +7,11 @@ MLA runs in bfloat16, where other chunks give other last bits: there all bytes a
 import pathlib
 
 import pytest
-from ask import complete, together
+from ask import together
 from harness import running
 from serving import AT_ONCE, TOKENS, Site, bytes_are_prefills, forget, forty, hits_of, hits_wanted, license_text, served, warm, way
 from settings import of
 
-LATENT = (257, 513, 769, 1_025)  # one more than chunks of 256: a single server computes the last token by itself, as decode does
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +60,7 @@ def test_sliding_windows(text, folder):
 
 
 def test_latent_rows(text, folder):
+    """Bytes alone: attention to latent rows is bfloat16, and adds up in another order in blocks of another size, which may change a token."""
     settings = of("mla", prefix_caching=False)
     prefill, decode = Site("prefill", "kv_producer", settings, folder), Site("decode", "kv_consumer", settings.but(block=64, blocks=512), folder)
     prompts = forty(text)
@@ -68,5 +68,3 @@ def test_latent_rows(text, folder):
         _, seen = served(prompts, folder, prefill, decode, proxy)
         bytes_are_prefills(seen, prefill, decode)
         assert len(seen) == len(prompts) - 1  # one token has nothing before it
-        for length in LATENT:
-            assert complete(proxy.url, text[:length], TOKENS).tokens == complete(decode.url, text[:length], TOKENS).tokens

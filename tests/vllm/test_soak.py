@@ -84,6 +84,9 @@ def test_where_failed_loads_fail_the_client_is_told(servers, shown, prompt, scen
     row = scenario(servers.way(servers.fail), prompt)
     shown(table([row]).splitlines()[-1])
     freed_in_time(row, prefill_lives=True)
+    if scenario is failures.prefills_client_leaves and row.tokens:  # prefill was faster than its client
+        assert row.tokens == complete(servers.recompute.url, prompt, failures.MAX_TOKENS).tokens
+        return
     assert row.outcome.startswith("error: 500") and not row.tokens
 
 
