@@ -57,6 +57,10 @@ def servers():
 
 @pytest.fixture
 def prompt() -> list[int]:
+    return new_prompt()
+
+
+def new_prompt() -> list[int]:
     """No prefix of it is in any cache."""
     drawn = random.Random(time.monotonic_ns())
     return [drawn.randrange(256) for _ in range(1_900)]
@@ -80,13 +84,15 @@ def test_what_ends_early_is_answered_and_freed(servers, shown, prompt, scenario)
 
 
 @pytest.mark.parametrize("scenario", [failures.prefill_never_comes, failures.prefills_client_leaves], ids=lambda scenario: scenario.__name__)
-def test_where_failed_loads_fail_the_client_is_told(servers, shown, prompt, scenario):
-    row = scenario(servers.way(servers.fail), prompt)
-    shown(table([row]).splitlines()[-1])
-    freed_in_time(row, prefill_lives=True)
-    if scenario is failures.prefills_client_leaves and row.tokens:  # prefill was faster than its client
+def test_where_failed_loads_fail_the_client_is_told(servers, shown, scenario):
+    for _ in range(5):  # a prefill may be done before its client leaves: then there is nothing to tell, and the answer is right
+        prompt = new_prompt()
+        row = scenario(servers.way(servers.fail), prompt)
+        shown(table([row]).splitlines()[-1])
+        freed_in_time(row, prefill_lives=True)
+        if not row.tokens:
+            break
         assert row.tokens == complete(servers.recompute.url, prompt, failures.MAX_TOKENS).tokens
-        return
     assert row.outcome.startswith("error: 500") and not row.tokens
 
 

@@ -27,7 +27,7 @@
 
 namespace kvloom::cuda {
 
-// Copies of one kind, so far.  For metrics, tests and `bench`.
+// Copies so far.  For tests and `bench`.
 struct CopyCounts {
   std::int64_t engine_calls = 0, kernel_launches = 0, items = 0;
   Bytes by_engine, by_kernel;
