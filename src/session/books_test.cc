@@ -132,7 +132,7 @@ TEST(SourceBook, HoldsAgainstAGrantThatItsCancelHasOvertaken) {
   EXPECT_EQ(source.cancel(0), "to 200: quiesced req#1 source=0") << "never heard of it, and says so";
   EXPECT_EQ(source.grant(0), "to 200: quiesced req#1 source=0");
   EXPECT_EQ(source.book().early(), 0U);
-  EXPECT_EQ(source.offer(), "to 200: quiesced req#1 source=0");
+  EXPECT_EQ(source.offer(), "to 200: quiesced req#1 source=0; to 200: quiesced req#1 source=0") << "the cancel, and the grant";
   EXPECT_EQ(source.grant(1), "to 201: accepted req#1 source=0") << "the other rank has not cancelled";
   EXPECT_EQ(source.tell(ready(0, 8)), "req#1: post 1 to 1: 0/0 [0, 8)");
 }
@@ -145,6 +145,25 @@ TEST(SourceBook, DropsAnEarlyGrantThatIsCancelled) {
   EXPECT_EQ(source.book().early(), 1U);
   source.offer();
   EXPECT_EQ(source.tell(ready(0, 8)), "req#1: post 1 to 1: 0/0 [0, 8)");
+}
+
+TEST(SourceBook, IsDoneWithATransferThatAllItsTargetsHadLeftBeforeItWasOffered) {
+  Source source;
+  source.grant(0);
+  source.cancel(0);
+  source.cancel(1);
+  EXPECT_EQ(source.grant(1), "to 201: quiesced req#1 source=0") << "overtaken by its cancel";
+  EXPECT_THAT(source.offer(), testing::HasSubstr("req#1: end cancelled"));
+  EXPECT_EQ(source.book().open(), 0U) << "and its pages are not kept for as long as it was given";
+}
+
+TEST(SourceBook, WaitsForWhoHasNotLeft) {
+  Source source;
+  source.grant(0);
+  source.cancel(0);
+  source.cancel(1);
+  source.offer();
+  EXPECT_EQ(source.book().open(), 1U) << "no grant of rank 1 has come: whether it takes part is not known";
 }
 
 TEST(SourceBook, LetsNobodyCancelAnEarlyGrantOfAnother) {

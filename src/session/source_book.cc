@@ -25,8 +25,12 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
   const auto at = senders_.emplace(key, Sender(std::move(job), now)).first;
   timers_.emplace(at->second.deadline(), key);
   if (const auto cancelled = cancelled_.find(key); cancelled != cancelled_.end())
-    for (const auto& [from, cancel] : std::vector(cancelled->second))
-      if (senders_.contains(key)) step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
+    for (const auto& [from, cancel, grant] : std::vector(cancelled->second)) {
+      if (!senders_.contains(key)) return {};
+      step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
+      const auto plan = grant == nullptr ? plans_.end() : plans_.find(grant->digest);
+      if (plan != plans_.end()) step(at, Sender::Granted{from, grant, plan->second, now}, now, actions);
+    }
   const auto early = early_.find(key);
   if (early == early_.end()) return {};
   const std::vector<Early> grants = std::move(early->second);
@@ -151,7 +155,8 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
   const auto kept = std::make_shared<const Grant>(grant);
   if (const auto at = senders_.find(grant.key); at != senders_.end())
     return step(at, Sender::Granted{from, kept, plan->second, now}, now, actions);
-  if (was_cancelled(from, grant)) {
+  if (Refused* before = cancelled_before(from, grant.key, grant.target)) {
+    if (before->grant == nullptr) before->grant = without_pages(grant);
     actions.emplace_back(SendTo{from, Quiesced{grant.key, rank_}});
     return;
   }
@@ -177,33 +182,42 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
 void SourceBook::cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions) {
   if (const auto at = senders_.find(cancel.key); at != senders_.end())
     return step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
+  std::shared_ptr<const Grant> grant;
   if (const auto early = early_.find(cancel.key); early != early_.end()) {
-    erase_early(early->second, [&](const Early& e) { return e.from == from && e.grant->target == cancel.target; });
+    erase_early(early->second, [&](const Early& e) {
+      if (e.from != from || e.grant->target != cancel.target) return false;
+      grant = without_pages(*e.grant);
+      return true;
+    });
     if (early->second.empty()) early_.erase(early);
   }
-  if (!ended_.contains(cancel.key)) {
-    auto& refused = cancelled_[cancel.key];
-    const bool known = std::any_of(refused.begin(), refused.end(),
-                                   [&](const auto& r) { return r.first == from && r.second.target == cancel.target; });
-    if (!known) {
-      refused.emplace_back(from, cancel);
-      cancelled_order_.push_back(cancel.key);
-    }
-    if (cancelled_order_.size() > kRemembered) {
-      const auto eldest = cancelled_.find(cancelled_order_.front());
-      eldest->second.erase(eldest->second.begin());
-      if (eldest->second.empty()) cancelled_.erase(eldest);
-      cancelled_order_.pop_front();
-    }
-  }
+  if (!ended_.contains(cancel.key)) remember_cancel(from, cancel, std::move(grant));
   actions.emplace_back(SendTo{from, Quiesced{cancel.key, rank_}});
 }
 
-bool SourceBook::was_cancelled(PartnerId from, const Grant& grant) const {
-  const auto at = cancelled_.find(grant.key);
-  return at != cancelled_.end() && std::any_of(at->second.begin(), at->second.end(), [&](const auto& refused) {
-           return refused.first == from && refused.second.target == grant.target;
-         });
+std::shared_ptr<const Grant> SourceBook::without_pages(const Grant& grant) {
+  Grant out = grant;
+  out.tables.clear();
+  return std::make_shared<const Grant>(std::move(out));
+}
+
+SourceBook::Refused* SourceBook::cancelled_before(PartnerId from, const TransferKey& key, Rank target) {
+  const auto at = cancelled_.find(key);
+  if (at == cancelled_.end()) return nullptr;
+  const auto found = std::find_if(at->second.begin(), at->second.end(),
+                                  [&](const Refused& r) { return r.from == from && r.cancel.target == target; });
+  return found == at->second.end() ? nullptr : &*found;
+}
+
+void SourceBook::remember_cancel(PartnerId from, const Cancel& cancel, std::shared_ptr<const Grant> grant) {
+  if (cancelled_before(from, cancel.key, cancel.target) != nullptr) return;
+  cancelled_[cancel.key].push_back({from, cancel, std::move(grant)});
+  cancelled_order_.push_back(cancel.key);
+  if (cancelled_order_.size() <= kRemembered) return;
+  const auto eldest = cancelled_.find(cancelled_order_.front());
+  eldest->second.erase(eldest->second.begin());
+  if (eldest->second.empty()) cancelled_.erase(eldest);
+  cancelled_order_.pop_front();
 }
 
 void SourceBook::gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions) {

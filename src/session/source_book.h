@@ -71,7 +71,14 @@ class SourceBook {
   void erase_early(std::vector<Early>& early, Over over);
   void forget_early(const Early& grant);
   void remember(const TransferKey& key, Error why);
-  bool was_cancelled(PartnerId from, const Grant& grant) const;
+  struct Refused {
+    PartnerId from;
+    Cancel cancel;
+    std::shared_ptr<const Grant> grant;  // without its pages; null: none has come
+  };
+  Refused* cancelled_before(PartnerId from, const TransferKey& key, Rank target);
+  void remember_cancel(PartnerId from, const Cancel& cancel, std::shared_ptr<const Grant> grant);
+  static std::shared_ptr<const Grant> without_pages(const Grant& grant);
   Message failed(const TransferKey& key, Code code, std::string why) const;
 
   Rank rank_;
@@ -89,8 +96,9 @@ class SourceBook {
   std::set<std::pair<Instant, TransferKey>> timers_;  // of senders_
   std::map<TransferKey, Error> ended_;                // and why
   std::deque<TransferKey> ended_order_;
-  // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life.
-  std::map<TransferKey, std::vector<std::pair<PartnerId, Cancel>>> cancelled_;
+  // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life. Their grants
+  // are kept, since they say which ranks take part: a sender whose targets have all left is over as soon as it is offered.
+  std::map<TransferKey, std::vector<Refused>> cancelled_;
   std::deque<TransferKey> cancelled_order_;  // one for each entry, the eldest first
 };
 

@@ -326,6 +326,27 @@ TEST(Endpoints, ACancelledTransferGivesBackItsPagesOnBothSides) {
   EXPECT_TRUE(cluster.landed(next));
 }
 
+TEST(Endpoints, WhatAllDecodeRanksHadLeftBeforeItWasOfferedIsOverAtOnce) {
+  Cluster cluster(shapes::mla());
+  cluster.add_prefill("cp=2:layers");
+  cluster.add_decode(2);
+  cluster.describe("dcp=2");
+  const Request met = request(16, 4, 0, "met"), left = request(16, 4, 0, "left");
+  cluster.begin(met);
+  cluster.offer(met);
+  cluster.compute_all(met);
+  ASSERT_TRUE(cluster.drive([&] { return cluster.over(met); }));
+  cluster.begin(left);
+  for (auto& d : cluster.decode) d->endpoint->cancel(left.key, "its user left");
+  ASSERT_TRUE(cluster.drive([&] {
+    return std::all_of(cluster.decode.begin(), cluster.decode.end(),
+                       [&](const auto& d) { return d->template find<TargetReleased>(left.key) != nullptr; });
+  }));
+  cluster.offer(left);
+  ASSERT_TRUE(cluster.drive([&] { return cluster.over(left); }));
+  for (auto& p : cluster.prefill) EXPECT_EQ(p->find<SourceEnded>(left.key)->outcome, Outcome::cancelled);
+}
+
 TEST(Endpoints, AnEngineThatPreemptsFailsItsTargetsWithItsReason) {
   Cluster cluster(shapes::mla());
   cluster.add_prefill("cp=2:layers");
