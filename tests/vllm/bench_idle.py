@@ -34,7 +34,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def steps(rounds: int, count: int) -> None:
-    settings = Settings(model("llama"), prefix_caching=False, cores=(CORE,))
+    settings = Settings(model("llama"), naps=False, prefix_caching=False, cores=(CORE,))
     engines = {name: Instance(settings.but(connector=config), name) for name, config in connectors().items()}
     (prompt,) = prompts_of([PROMPT])
     times: dict[str, list[float]] = {name: [] for name in engines}
@@ -55,7 +55,7 @@ def steps(rounds: int, count: int) -> None:
 
 
 def idle(rounds: int, tokens: int) -> None:
-    settings = Settings(model("llama"), prefix_caching=False)
+    settings = Settings(model("llama"), naps=False, prefix_caching=False)
     servers = {name: Server(settings.but(connector=config), "server") for name, config in connectors().items() if name in (NOTHING, OURS)}
     (prompt,) = prompts_of([PROMPT])
     with running(*servers.values()):

@@ -40,6 +40,7 @@ class Settings:
     cores: tuple[int, ...] | None = None  # which cores its ranks are bound to, one each; None: to none, the kernel chooses
     seed: int = 0
     gpu_memory: float | None = None  # part of a GPU's memory that it may take; None: it is on a CPU
+    naps: bool = True  # its processes wait for each other by naps (napping/), since they share cores; False: by yields, vLLM's default
     more: tuple[str, ...] = ()  # further words of the command line
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -63,7 +64,7 @@ class Settings:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # the route that empties the prefix cache
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(python_path()),
+            "PYTHONPATH": os.pathsep.join(python_path(self.naps)),
             "PYTHONUNBUFFERED": "1",
             **dict(self.environment),
         }
@@ -107,11 +108,12 @@ def of(kind: str, **changes) -> Settings:
     return Settings(model(kind), dtype="bfloat16" if kind == "mla" else "float32").but(**changes)
 
 
-def python_path() -> list[str]:
+def python_path(naps: bool = True) -> list[str]:
     """Where vLLM's processes find the tests' own modules and kvloom: KVLOOM_PACKAGES if named (an installed one), else the sources."""
     kvloom = os.environ.get("KVLOOM_PACKAGES") or str(REPOSITORY / "python")
     inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return [str(HERE), str(HERE / "eye"), kvloom, *inherited]
+    plugins = [str(HERE / "eye"), *([str(HERE / "napping")] if naps else [])]
+    return [str(HERE), *plugins, kvloom, *inherited]
 
 
 def connector(name: str, module: str | None = None, role: str = "kv_both", **extra) -> dict:

@@ -1,4 +1,4 @@
-"""Real servers with KVLoomConnector behind the proxy, as users run them: the answers are those of one server alone."""
+"""Real servers with KVLoomConnector behind the proxy, as users run them, their processes waiting as they do by default: answers are one server's."""
 
 from ask import prompts_of, together
 from harness import Proxy, Server, running
@@ -11,8 +11,8 @@ LENGTHS = [1, 40, 128, 129, 257, 700, 1_100, 1_900]
 
 def test_answers_through_the_proxy_are_one_servers():
     port = free_ports(1)
-    prefill = Server(Settings(model("llama"), connector=kvloom_connector("kv_producer", control_port=port)), "prefill")
-    decode = Server(Settings(model("llama"), connector=kvloom_connector("kv_consumer")), "decode")
+    prefill = Server(Settings(model("llama"), naps=False, connector=kvloom_connector("kv_producer", control_port=port)), "prefill")
+    decode = Server(Settings(model("llama"), naps=False, connector=kvloom_connector("kv_consumer")), "decode")
     prompts = prompts_of(LENGTHS, seed=3)
     with running(prefill, decode):
         with running(Proxy([prefill], [decode], "--alone-below", "0", controls=[f"tcp://127.0.0.1:{port}"])) as (proxy,):

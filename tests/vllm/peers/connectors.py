@@ -5,8 +5,8 @@
     mooncake   both halves in the same moment; decode is told where prefill's bootstrap server is (.../mooncake_integration/toy_proxy_server.py); tcp
     none       one server, no connector: what the others are measured against
 
-All have the same model, chunks, pool and kv_load_failure_policy (recompute), and wait between their processes by sleeps (napping/ says why); prefill
-(and `none`) is bound to core 0, decode to core 1. Everything else is as the connector has it by default. No proxy stands between: the client of the benchmark sends the halves itself, the same for all.
+All have the same model, chunks, pool and kv_load_failure_policy (recompute), and nap (../napping); prefill (and `none`) is bound to core 0, decode to core 1.
+Everything else is as the connector has it by default. No proxy stands between: the client of the benchmark sends the halves itself, the same for all.
 Owner: a Pair has its servers. Units: seconds.
 """
 
@@ -59,11 +59,11 @@ class Pair:
 
 
 def none(settings: Settings, patience: float) -> Pair:
-    return Pair("none", Server(_with(settings).but(cores=(0,)), "none"))
+    return Pair("none", Server(settings.but(cores=(0,)), "none"))
 
 
 def kvloom(settings: Settings, patience: float) -> Pair:
-    port, settings = steady_port(), _with(settings)
+    port = steady_port()
     prefill = Server(settings.but(cores=(0,), connector=kvloom_connector("kv_producer", control_port=port, silence=SILENCE)), "kvloom-prefill")
     decode = Server(settings.but(cores=(1,), connector=kvloom_connector("kv_consumer", silence=SILENCE)), "kvloom-decode")
 
@@ -137,12 +137,8 @@ def _with_peers(settings: Settings, environment: dict[str, str], *folders: str) 
     """The same with the peers' packages within reach. @pre KVLOOM_VLLM_PEERS names them."""
     if not PEERS:
         raise SystemExit("KVLOOM_VLLM_PEERS is not set: please run scripts/bench_vllm_peers.sh, or set it to the folder that scripts/install_peers.sh prints")
-    return _with(settings, environment, PEERS, *folders)
-
-
-def _with(settings: Settings, environment: dict[str, str] | None = None, *folders: str) -> Settings:
-    path = os.pathsep.join([*python_path(), str(HERE / "peers" / "napping"), *folders])
-    return settings.but(environment=(*settings.environment, ("PYTHONPATH", path), *(environment or {}).items()))
+    path = os.pathsep.join([*python_path(settings.naps), PEERS, *folders])
+    return settings.but(environment=(*settings.environment, ("PYTHONPATH", path), *environment.items()))
 
 
 MAKERS = {"none": none, "kvloom": kvloom, "nixl": nixl, "mooncake": mooncake}
