@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import shutil
 import signal
 import socket
@@ -54,11 +55,18 @@ class Pool:
         return self.free == self.blocks and not self.requests
 
 
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+def free_ports(count: int = 1) -> int:
+    """The first of `count` ports in a row that are free, and that the kernel gives to nobody who doesn't ask for them: they are bound seconds later."""
+    first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        first = random.randrange(first_given - 10_000, first_given - count)
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind((HOST, port))
+                return first
+            except OSError:
+                continue
 
 
 def until(ready, deadline: float, what: str):
@@ -77,7 +85,7 @@ class Kept:
 
     def __init__(self, what: str, port: int | None = None, folder: pathlib.Path | None = None):
         self.what = what
-        self.port = port or free_port()
+        self.port = port or free_ports()
         self.url = f"http://{HOST}:{self.port}"
         self._keep_folder = folder is not None
         self.folder = folder or pathlib.Path(tempfile.mkdtemp(prefix="kvloom-vllm-"))

@@ -38,6 +38,7 @@ class Instance:
         self.when: dict[str, float] = {}  # a request's answer came, seconds of time.monotonic()
         self._answers: dict[int, object] = {}
         self._asked = 0
+        self._silent = False  # it says nothing any more: it has ended, or is about to
         self._news = threading.Condition()
         self._process = subprocess.Popen(
             [sys.executable, __file__, repr(settings)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -56,11 +57,12 @@ class Instance:
                     self._answers[said["to"]] = said["answer"]
                 self._news.notify_all()
         with self._news:
+            self._silent = True
             self._news.notify_all()
 
     def _wait(self, found, what: str, deadline: float):
         with self._news:
-            self._news.wait_for(lambda: found() is not None or self._process.poll() is not None, deadline)
+            self._news.wait_for(lambda: found() is not None or self._silent, deadline)
             if (answer := found()) is not None:
                 return answer
         raise RuntimeError(f"{self.what} did not answer {what}; its log ends with\n{self.log()[-4000:]}")

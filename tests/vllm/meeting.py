@@ -2,30 +2,13 @@
 
 import pathlib
 import secrets
-import socket
 
+from harness import free_ports
 from instance import Instance
 from settings import Settings, connector
 
 SILENCE = 8.0  # seconds; the tests' machine may give an engine nothing for a while, and nobody is frozen then
 SECONDS = 60.0  # of a transfer, where its end is not the point
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listened on a moment ago."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        if first + count > 65_535:
-            continue
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
 
 
 def kvloom_connector(role: str, policy: str = "recompute", **extra) -> dict:
