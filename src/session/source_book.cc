@@ -24,22 +24,18 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
   const TransferKey key = job.key;
   const auto at = senders_.emplace(key, Sender(std::move(job), now)).first;
   timers_.emplace(at->second.deadline(), key);
-  if (const auto cancelled = cancelled_.find(key); cancelled != cancelled_.end())
-    for (const auto& [from, cancel, grant] : std::vector(cancelled->second)) {
-      if (!senders_.contains(key)) return {};
-      step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
-      const auto plan = grant == nullptr ? plans_.end() : plans_.find(grant->digest);
-      if (plan != plans_.end()) step(at, Sender::Granted{from, grant, plan->second, now}, now, actions);
-    }
+  const auto cancelled = cancelled_.find(key);
+  const std::vector<Refused> left = cancelled == cancelled_.end() ? std::vector<Refused>{} : cancelled->second;
+  for (const auto& [from, cancel, grant] : left) tell(key, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
   const auto early = early_.find(key);
-  if (early == early_.end()) return {};
-  const std::vector<Early> grants = std::move(early->second);
-  early_.erase(early);
+  const std::vector<Early> grants = early == early_.end() ? std::vector<Early>{} : std::move(early->second);
+  if (early != early_.end()) early_.erase(early);
   for (const Early& grant : grants) forget_early(grant);
-  for (const Early& grant : grants) {
-    if (!senders_.contains(key)) break;
-    step(at, Sender::Granted{grant.from, grant.grant, grant.plan, grant.arrived}, now, actions);
-  }
+  for (const Early& grant : grants) tell(key, Sender::Granted{grant.from, grant.grant, grant.plan, grant.arrived}, now, actions);
+  // After those that live: one that has left under another plan must not stand in their way.
+  for (const auto& [from, cancel, grant] : left)
+    if (const auto plan = grant == nullptr ? plans_.end() : plans_.find(grant->digest); plan != plans_.end())
+      tell(key, Sender::Granted{from, grant, plan->second, now}, now, actions);
   return {};
 }
 
