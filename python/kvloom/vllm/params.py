@@ -32,6 +32,10 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         refuse(f"{name}={value!r}: wanted a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can say half a surrogate pair
+        refuse(f"{name}={value!r}: wanted a text that is UTF-8")
     return value
 
 
@@ -140,8 +144,11 @@ class Transfer:
     """decode: their public keys; none: no keys."""
 
     @classmethod
-    def parse(cls, params: dict[str, Any] | None) -> Transfer | None:
-        """None: the request has no transfer. @error InvalidArgument."""
+    def parse(cls, params: Any) -> Transfer | None:
+        """None: the request has no transfer. `params`: whatever the client said, which may be no object where it came by vllm_xargs.
+        @error InvalidArgument."""
+        if params is not None and not isinstance(params, dict):
+            refuse(f"kv_transfer_params={params!r}: wanted an object")
         said = (params or {}).get("kvloom")
         if said is None:
             return None

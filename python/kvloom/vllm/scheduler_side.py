@@ -96,7 +96,8 @@ class SchedulerSide:
     def _know_wrong(self, request: Any, why: str) -> None:
         """A decode request fails by the policy of failed loads; a prefill request is computed, and nothing is sent."""
         logger.error("kvloom: request %s: %s", request.request_id, why)
-        said = request.kv_transfer_params.get("kvloom")
+        params = request.kv_transfer_params
+        said = params.get("kvloom") if isinstance(params, dict) else None
         if self._decodes and not (isinstance(said, dict) and said.get("role") == PREFILL):
             self._loading[request.request_id] = Loading(None, self._now(), request.num_prompt_tokens, refused=why)
 

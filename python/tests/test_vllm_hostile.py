@@ -1,0 +1,48 @@
+"""What must not take an engine down, or take another request with it: vLLM ends the whole engine for an exception out of a connector."""
+
+from __future__ import annotations
+
+import fake_vllm
+import pytest
+from fake_vllm import Output, Request
+
+import kvloom
+
+fake_vllm.install()
+
+from kvloom.vllm.params import Transfer  # noqa: E402
+from kvloom.vllm.scheduler_side import SchedulerSide  # noqa: E402
+
+SAID = {"role": "decode", "transfer": "key", "seconds": 30, "prefill": ["tcp://127.0.0.1:1"]}
+HALF = "\ud800"  # what JSON's "\ud800" is in Python: no UTF-8
+
+
+# ---- what a request says ----
+
+
+@pytest.mark.parametrize("params", ["a text", ["kvloom"], 7, 0.5])
+def test_parameters_that_are_no_object_are_refused(params):
+    """vLLM's vllm_xargs may say kv_transfer_params too, and then it is what a client likes."""
+    with pytest.raises(kvloom.InvalidArgument, match="kv_transfer_params=.*wanted an object"):
+        Transfer.parse(params)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"transfer": HALF}, {"prefill": [f"tcp://{HALF}:1"]}, {"prefill_keys": [HALF]}], ids=["transfer", "prefill", "prefill_keys"]
+)
+def test_text_that_is_no_utf8_is_refused(wrong):
+    with pytest.raises(kvloom.InvalidArgument, match="UTF-8"):
+        Transfer.parse({"kvloom": SAID | wrong})
+
+
+@pytest.mark.parametrize("params", ["a text", ["kvloom"], {"kvloom": SAID | {"transfer": HALF}}], ids=["text", "list", "half a pair"])
+@pytest.mark.parametrize("decodes", [True, False])
+def test_such_a_request_fails_alone(params, decodes):
+    """On a decode server as a load that failed; on a prefill server it is computed, and nothing is sent."""
+    side, request = SchedulerSide(prefills=not decodes, decodes=decodes, groups=1), Request("a", 300, params)
+    side.know(request)
+    assert side.matched(request, 0) == ((299, True) if decodes else (0, False))
+    side.allocated(request, ([1, 2, 3],), 299 if decodes else 0)
+    step = side.build(Output())
+    assert [load.request for load in step.loads if load.refused] == (["a"] if decodes else []) and not step.offers
+    assert not side.finished(request)
