@@ -76,10 +76,11 @@ install() { # VERSION
 
 # Three runs: what takes the place of vLLM stays there for the rest of a process.
 tests() { # VERSION
-  local halves=(python/tests/test_vllm_{connector,layouts,orders,windows}.py) replayed=(python/tests/vllm_stand_in python/tests/test_vllm_replay.py)
+  local replay=python/tests/test_vllm_replay.py halves=() file
+  for file in python/tests/test_vllm_*.py; do [[ "$file" == "$replay" ]] || halves+=("$file"); done
   some_tests "$1" package --ignore-glob='*/test_vllm_*.py' --ignore=python/tests/vllm_stand_in python/tests
   some_tests "$1" vllm-halves "${halves[@]}"
-  some_tests "$1" vllm-replayed "${replayed[@]}"
+  some_tests "$1" vllm-replayed python/tests/vllm_stand_in "$replay"
 }
 some_tests() { # VERSION NAME [pytest arguments...]
   local log="$here/tests-$1-$2.log" python="$here/venv-$1/bin/python" name="$2" words
