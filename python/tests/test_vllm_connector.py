@@ -369,6 +369,16 @@ def test_an_offer_with_a_key_in_use_is_computed_and_not_sent(ranks):
     assert prefill.side.heard() == {"q"}
 
 
+def test_who_is_refused_for_a_key_in_use_takes_nobody_with_it(ranks):
+    prefill, decode = ranks("prefill", 32), ranks("decode", 32)
+    decode.side.begin(Step(loads=[load(prefill, 32, 99, [5, 6, 7, 8])]))
+    prefill.side.begin(Step(offers=[Offer("p", "key", LONG), Offer("q", "key", LONG)]))
+    prefill.side.begin(Step(cancelled=[("q", "its client left")], held=["q"]))
+    prefill.side.begin(Step(chunks=[Chunk("p", 100, ([1, 2, 3, 4],), True)]))
+    prefill.side.sweep()
+    assert next(landed for landed in decode.heard(over) if landed.over).failed == set()
+
+
 def test_sides_of_two_models_are_refused_when_they_meet(ranks):
     prefill, decode = ranks("prefill", 32), ranks("decode", 32, layers=2)
     prefill.side.begin(Step(offers=[Offer("p", "key", LONG)]))

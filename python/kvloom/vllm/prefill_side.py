@@ -50,7 +50,7 @@ class PrefillSide:
         for offer in step.offers:
             self._offer(offer)
         for name, why in step.cancelled:
-            if out := self._out.get(name):
+            if (out := self._out.get(name)) and not out.released:  # one that was refused may have another's key
                 self.session.cancel(out.key, why)
         for chunk in step.chunks:
             self._grow(chunk)
