@@ -247,7 +247,7 @@ def ranks():
 
 
 def load(prefill: Rank, begin: int, end: int, table: list[int], name: str = "d", **more) -> Load:
-    return Load(name, more.pop("key", "key"), LONG, [prefill.session.address], begin, end, (table,), **more)
+    return Load(name, more.pop("key", "key"), more.pop("seconds", LONG), [prefill.session.address], begin, end, (table,), **more)
 
 
 def over(said: list) -> bool:
@@ -360,6 +360,18 @@ def test_who_goes_before_they_have_met_is_not_waited_for(ranks):
         decode.side.begin(Step(loads=[Load("d", "key", 100 * LONG, [address], 0, 99, ([1, 2, 3, 4],))]))
         listener.accept()[0].close()
     assert next(landed for landed in decode.heard(over) if landed.over).failed == {"d"}
+
+
+def test_nobody_is_asked_for_what_is_over_while_the_engine_sleeps(ranks):
+    """An empty load: its engine has no request that waits, so nothing is heard until the next one comes."""
+    prefill, decode = ranks("prefill", 32), ranks("decode", 32)
+    prefill.side.begin(Step(offers=[Offer("p", "key", LONG)], held=["p"]))
+    decode.side.begin(Step(loads=[load(prefill, 0, 0, [], seconds=100 * LONG)]))
+    prefill.heard(lambda said: {"p"} in said)
+    end = time.monotonic() + LONG
+    while decode.side._probe._watched and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not decode.side._probe._watched and decode.side.open
 
 
 def test_an_offer_with_a_key_in_use_is_computed_and_not_sent(ranks):

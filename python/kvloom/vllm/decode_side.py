@@ -51,7 +51,7 @@ class DecodeSide:
         self._key: dict[str, kvloom.TransferKey] = {}
         self._waited: list[Incoming] = []  # that this step's forward pass waits for
         self._landed = Landed()
-        self._probe = Probe(session.cancel, lambda key: session.covered(key) > 0)
+        self._probe = Probe(session.cancel, self._settled)
 
     @property
     def open(self) -> bool:
@@ -64,6 +64,19 @@ class DecodeSide:
             if key := self._key.get(name):
                 self._in[key].left = True
                 self.session.cancel(key, why)
+
+    def _settled(self, key: kvloom.TransferKey) -> bool:
+        """Whether nobody needs to ask for its peers any more: bytes have come, or it is over, which an engine that sleeps hears of much later.
+        Thread: the probe's."""
+        try:
+            if self.session.covered(key):
+                return True
+            self.session.wait(key, 0)
+        except kvloom.DeadlineExceeded:
+            return False
+        except kvloom.Error:  # forgotten, or the session was closed
+            return True
+        return True
 
     def _begin(self, load: Load, farewell: bool = False) -> None:
         incoming = Incoming(load, time.monotonic(), quiet=load.sync or load.begin == load.end, farewell=farewell)

@@ -4,8 +4,9 @@ kvloom itself waits for a server that does not answer until the transfer's time 
 were up a moment ago, so where the operating system says that nobody listens (ECONNREFUSED), nobody will come in time. All other troubles, slow
 networks among them, are left to the transfer's time. Asked once is not enough: a server that is killed still listens for the moment in which its last
 threads end, and one may go after it was asked and before the two have met. So it is asked again, every AGAIN, until the load is over or bytes of it
-have come: from then on the session sees by itself that a peer is gone.
-Thread: `ask` and `over` by the worker; `refused` and `met` are called by the probe's own thread, which sleeps on a queue while nothing is loading.
+have come: from then on the session sees by itself that a peer is gone. Over is what `settled` says, too: `over` is called in a step of the engine, and one
+that sleeps takes none.
+Thread: `ask` and `over` by the worker; `refused` and `settled` are called by the probe's own thread, which sleeps on a queue while nothing is loading.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ PATIENCE = 1.0  # seconds
 
 
 class Probe:
-    def __init__(self, refused: Callable[[kvloom.TransferKey, str], None], met: Callable[[kvloom.TransferKey], bool] = lambda key: False) -> None:
-        self._refused, self._met = refused, met
+    def __init__(self, refused: Callable[[kvloom.TransferKey, str], None], settled: Callable[[kvloom.TransferKey], bool] = lambda key: False) -> None:
+        self._refused, self._settled = refused, settled
         self._asked: queue.SimpleQueue[tuple[kvloom.TransferKey, list[str]] | None] = queue.SimpleQueue()
         self._watched: dict[kvloom.TransferKey, list[str]] = {}  # the thread's own
         self._good: dict[str, float] = {}  # address -> until when; the thread's own
         self._thread: threading.Thread | None = None
 
     def ask(self, key: kvloom.TransferKey, addresses: list[str]) -> None:
-        """`refused(key, why)` as soon as one of them says that nobody is there, until `over` or `met`."""
+        """`refused(key, why)` as soon as one of them says that nobody is there, until `over` or `settled`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvloom-reach", daemon=True)
             self._thread.start()
@@ -53,7 +54,7 @@ class Probe:
             try:
                 asked = self._asked.get(timeout=AGAIN if self._watched else None)
             except queue.Empty:
-                for key in [key for key in self._watched if self._met(key)]:
+                for key in [key for key in self._watched if self._settled(key)]:
                     del self._watched[key]
                 for key in list(self._watched):
                     self._look_for(key)
