@@ -182,6 +182,18 @@ def test_a_wrong_decode_request_fails_as_a_load_does():
     assert "lacks transfer, seconds" in side.build(Output()).loads[0].refused
 
 
+def test_who_waited_too_long_for_blocks_is_told_so():
+    clock = [100.0]
+    side, late, left = decoding(now=lambda: clock[0]), Request("a", 300, TO_DECODE), Request("b", 300, TO_DECODE)
+    side.know(left)
+    side.matched(late, 0)
+    clock[0] += 31
+    side.allocated(late, ([5, 6, 7],), 299)
+    side.finished(left)
+    (load,) = side.build(Output()).loads  # nobody is told of the one that left: prefill has given it up as well
+    assert (load.request, load.refused) == ("a", "the 30 s that it was given were over before this server had blocks for it")
+
+
 def test_a_layer_by_layer_start_is_a_synchronous_load():
     side, request = decoding(sync=True), Request("a", 300, TO_DECODE)
     assert side.matched(request, 0) == (299, False)

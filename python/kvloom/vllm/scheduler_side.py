@@ -139,7 +139,10 @@ class SchedulerSide:
         transfer = load.transfer
         seconds = max(0.0, load.until - self._now())
         key, sources = (transfer.key, transfer.sources) if transfer else ("", [])
-        self._step.loads.append(Load(name, key, seconds, sources, *tokens, tables, self._sync and tokens[1] > tokens[0], load.refused))
+        refused = load.refused
+        if transfer and not seconds:
+            refused = f"the {transfer.seconds:g} s that it was given were over before this server had blocks for it"
+        self._step.loads.append(Load(name, key, seconds, sources, *tokens, tables, self._sync and tokens[1] > tokens[0], refused))
 
     def _in_part(self, tokens: tuple[int, int], tables: tuple[list[int], ...]) -> set[int]:
         """Blocks in the midst of which a window begins: what is before is not loaded, since nobody reads it for this request."""
@@ -161,7 +164,7 @@ class SchedulerSide:
         return bool(cached)
 
     def _decline(self, name: str, load: Loading) -> None:
-        if load.transfer is not None:
+        if load.transfer is not None and load.until > self._now():  # afterwards prefill has given it up by itself
             self._begin(name, load, (0, 0), tuple([] for _ in range(self._groups)))
 
     # ---- each step ----
