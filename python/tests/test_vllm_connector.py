@@ -437,6 +437,29 @@ def test_a_layer_that_never_comes_is_reported_with_the_step(ranks):
     assert landed.blocks == {6, 7, 8} and landed.over == set()
 
 
+def test_a_layer_without_a_hook_that_never_comes_is_reported_with_the_step(ranks):
+    prefill, decode = ranks("prefill", 32), ranks("decode", 32)
+    decode.side.begin(Step(loads=[load(prefill, 32, 99, [5, 6, 7, 8], sync=True)]))
+    prefill.side.begin(Step(offers=[Offer("p", "key", LONG)], chunks=[Chunk("p", 100, ([1, 2, 3, 4],), True)]))
+    prefill.side.layer(name_of(0))
+    decode.side.wait_layer(name_of(0))  # vLLM calls no other
+    prefill.side.begin(Step(cancelled=[("p", "left")]))
+    decode.side.end_step()
+    assert decode.side.heard().blocks == {6, 7, 8}
+
+
+def test_where_a_step_is_computed_in_parts_no_hook_is_believed(ranks):
+    prefill, decode = ranks("prefill", 32), ranks("decode", 32)
+    prefill.side._hooks = False
+    decode.side.begin(Step(loads=[load(prefill, 0, 99, [5, 6, 7, 8])]))
+    prefill.side.begin(Step(offers=[Offer("p", "key", LONG)], chunks=[Chunk("p", 100, ([1, 2, 3, 4],), True)]))
+    for layer in range(LAYERS):
+        prefill.side.layer(name_of(layer))
+    assert prefill.session.counts()["posts"] == 0
+    prefill.side.sweep()
+    assert next(landed for landed in decode.heard(over) if landed.over).failed == set()
+
+
 # ---- statistics ----
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
+import types
+
 import fake_vllm
 import pytest
 from fake_vllm import Output, Request
@@ -10,8 +15,9 @@ import kvloom
 
 fake_vllm.install()
 
-from kvloom.vllm.params import Transfer  # noqa: E402
+from kvloom.vllm.params import Settings, Transfer  # noqa: E402
 from kvloom.vllm.scheduler_side import SchedulerSide  # noqa: E402
+from kvloom.vllm.worker_side import WorkerSide, computes_in_parts  # noqa: E402
 
 SAID = {"role": "decode", "transfer": "key", "seconds": 30, "prefill": ["tcp://127.0.0.1:1"]}
 HALF = "\ud800"  # what JSON's "\ud800" is in Python: no UTF-8
@@ -46,3 +52,31 @@ def test_such_a_request_fails_alone(params, decodes):
     step = side.build(Output())
     assert [load.request for load in step.loads if load.refused] == (["a"] if decodes else []) and not step.offers
     assert not side.finished(request)
+
+
+# ---- what a server is like ----
+
+
+def test_an_idle_step_waits_on_any_descriptor():
+    """select() knows those below 1024; the worker of a GPU may have more open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    side = WorkerSide(fake_vllm.config(4, 2), None, Settings(), prefills=False, decodes=True)
+    reading, writing = os.pipe()
+    high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1024)
+    side.decode = types.SimpleNamespace(open=True, session=high)
+    side._wait_for_news()
+    for descriptor in (reading, writing, high):
+        os.close(descriptor)
+
+
+def test_a_folder_of_traces_that_is_not_there_stops_the_server(tmp_path):
+    config, settings = fake_vllm.config(4, 2), {"trace": str(tmp_path)}
+    WorkerSide(config, None, Settings.parse(settings, prefills=False), prefills=False, decodes=True)
+    with pytest.raises(kvloom.InvalidArgument, match="trace=.*no such folder"):
+        WorkerSide(config, None, Settings.parse({"trace": str(tmp_path / "none")}, prefills=False), prefills=False, decodes=True)
+
+
+def test_a_step_in_parts_is_known():
+    parallel = [{}, {"enable_dbo": True}, {"enable_dbo": False, "use_ubatching": True}]
+    assert [computes_in_parts(fake_vllm.config(4, 2, **more)) for more in parallel] == [False, True, True]

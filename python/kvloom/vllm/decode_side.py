@@ -150,6 +150,9 @@ class DecodeSide:
         self._probe.close()
 
     def end_step(self) -> None:
+        """Layers without a hook, too: vLLM takes all blocks of this step for its own."""
+        if self._waited:
+            self.wait_layer(max(self._layers, key=self._layers.__getitem__))
         self._waited = []
 
     def heard(self) -> Landed:

@@ -31,10 +31,12 @@ class Outgoing:
 
 class PrefillSide:
     def __init__(
-        self, session: kvloom.SourceSession, placed: Placed, counts: Counts, record: Callable[[], kvloom.DeviceWork] | None = None
-    ) -> None:
-        """`record`: marks what the GPU has been given so far; None: caches are ready when the hook is called."""
-        self.session, self._placed, self._counts, self._record = session, placed, counts, record
+        self, session: kvloom.SourceSession, placed: Placed, counts: Counts, record: Callable[[], kvloom.DeviceWork] | None = None,
+        hooks: bool = True,
+    ) -> None:  # fmt: skip
+        """`record`: marks what the GPU has been given so far; None: caches are ready when the hook is called. `hooks`: a layer's hook is called
+        when all of the step's tokens are in its cache; else all layers are ready at the step's end."""
+        self.session, self._placed, self._counts, self._record, self._hooks = session, placed, counts, record, hooks
         self._layers = {cache.name: cache.layer for group in placed.groups for cache in group.caches}
         self._out: dict[str, Outgoing] = {}
         self._of: dict[kvloom.TransferKey, str] = {}
@@ -88,7 +90,7 @@ class PrefillSide:
 
     def layer(self, name: str) -> None:
         """The hook of a layer: its tokens of this step are in the cache, or will be once the GPU is done with what it has been given."""
-        if not self._ready:
+        if not self._ready or not self._hooks:
             return
         layer = self._layers.get(name)
         if layer in self._left:

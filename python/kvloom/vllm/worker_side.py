@@ -46,11 +46,19 @@ def port_offset(config: Any) -> int:
     return int(getattr(parallel, "data_parallel_rank", 0) or 0) * int(parallel.world_size)
 
 
+def computes_in_parts(config: Any) -> bool:
+    """Dual batch overlap: a step's tokens are computed in parts, each with hooks of its own, so a layer's first hook is too early for all."""
+    parallel = config.parallel_config
+    return bool(getattr(parallel, "use_ubatching", getattr(parallel, "enable_dbo", False)))
+
+
 class WorkerSide:
     def __init__(self, config: Any, cache_config: Any, settings: Settings, prefills: bool, decodes: bool) -> None:
         self._config, self._cache_config, self._settings = config, cache_config, settings
         self._prefills, self._decodes = prefills, decodes
         self._rank = rank_of(config)
+        if settings.trace and not pathlib.Path(settings.trace).is_dir():
+            refuse(f"kv_connector_extra_config.trace={settings.trace!r}: there is no such folder here; traces are written when the server ends")
         self._counts = Counts()
         self._allocation: SharedAllocation | None = None
         self._source_transport: kvloom.Transport | None = None
@@ -118,7 +126,7 @@ class WorkerSide:
             open_to_all=settings.control_open_to_all, **self._common(),
         )  # fmt: skip
         record = (lambda: transport.record(torch.cuda.current_stream(device).cuda_stream)) if device.type == "cuda" else None
-        self.prefill = PrefillSide(session, self._placed, self._counts, record)
+        self.prefill = PrefillSide(session, self._placed, self._counts, record, hooks=not computes_in_parts(self._config))
 
     def _start_decode(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
         assert self._placed is not None
@@ -164,8 +172,12 @@ class WorkerSide:
 
     def _wait_for_news(self) -> None:
         asked = [side.session for side in (self.prefill, self.decode) if side is not None and side.open]
-        if asked:
-            select.select(asked, [], [], NEWS)
+        if not asked:
+            return
+        news = select.poll()  # select.select refuses descriptors from 1024 on, and a GPU's worker has as many
+        for session in asked:
+            news.register(session, select.POLLIN)
+        news.poll(1e3 * NEWS)
 
     def unbind(self) -> None:
         self._step = None
