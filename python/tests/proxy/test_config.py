@@ -98,6 +98,14 @@ def test_data_parallel_ranks_of_one_server_are_instances() -> None:
     assert [instance.name for instance in Settings(decode=tuple(words)).decode] == ["d:1#dp0", "d:1#dp1"]
 
 
+def test_data_parallel_engines_listen_one_after_another() -> None:
+    """As the connector does (worker_side.port_offset): from one control port, engine by engine, rank by rank."""
+    engines = [make_instance("prefill", {"url": "http://p:8100", "ranks": 2, "dp_rank": n}) for n in range(2)]
+    assert [engine.control for engine in engines] == [("tcp://p:18100", "tcp://p:18101"), ("tcp://p:18102", "tcp://p:18103")]
+    said = make_instance("prefill", {"url": "http://p:8100", "ranks": 2, "dp_rank": 1, "control": "tcp://p:5000"})
+    assert said.control == ("tcp://p:5000", "tcp://p:5001")  # its own rank 0
+
+
 def test_the_proxy_imports_nothing_else_of_kvloom() -> None:
     for path in Path(kvloom.vllm.proxy.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

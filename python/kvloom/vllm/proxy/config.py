@@ -59,7 +59,8 @@ def _words(role: Role, text: str) -> dict[str, Any]:
     return words
 
 
-def _control(role: Role, url: str, given: list[str], ranks: int) -> tuple[str, ...]:
+def _control(role: Role, url: str, given: list[str], ranks: int, dp_rank: int) -> tuple[str, ...]:
+    """Given, or counted: from rank 0's address, else from the server's port, on which its data-parallel engines follow one another."""
     for address in given:
         if not re.fullmatch(r"(tcp://[^/\s]+:\d{1,5})|(ipc://\S+)", address):
             raise ConfigError(f"{role} {url}: control={address} is not tcp://HOST:PORT or ipc://PATH")
@@ -72,7 +73,7 @@ def _control(role: Role, url: str, given: list[str], ranks: int) -> tuple[str, .
             )
         return tuple(given)
     parts = urlsplit(url)
-    host, port = parts.hostname or "", (parts.port or {"http": 80, "https": 443}[parts.scheme]) + CONTROL_PORT_STEP
+    host, port = parts.hostname or "", (parts.port or {"http": 80, "https": 443}[parts.scheme]) + CONTROL_PORT_STEP + dp_rank * ranks
     if ":" in host:
         host = f"[{host}]"
     if given:
@@ -114,7 +115,7 @@ def make_instance(role: Role, words: dict[str, Any]) -> Instance:
     for name, value in lists.items():
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{role} {url}: {name} is not a string or a list of strings")
-    control = _control(role, url, lists["control"], ranks) if role == "prefill" else ()
+    control = _control(role, url, lists["control"], ranks, dp_rank or 0) if role == "prefill" else ()
     keys = tuple(lists["key"]) * (len(control) if len(lists["key"]) == 1 else 1)
     if keys and len(keys) != len(control):
         raise ConfigError(f"{role} {url}: {len(keys)} keys for {len(control)} ranks; give one for all, or one for each")
