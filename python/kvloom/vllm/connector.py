@@ -36,6 +36,17 @@ def windows_of(cache_config: Any) -> dict[int, tuple[int, int]]:
     }
 
 
+def check_groups(sync: bool) -> None:
+    """Several KV cache groups on a decode server. @error InvalidArgument: failed loads would be told by block, which then ends vLLM's engine."""
+    if sync:
+        refuse("kv_connector_extra_config.per_layer_start: vLLM can't take failed loads of a model with several KV cache groups")
+    if not hasattr(base, "KVConnectorTransferResults"):
+        refuse(
+            "this vLLM can't take failed loads of a model with several KV cache groups: decode with 0.30 or newer, or say "
+            "--disable-hybrid-kv-cache-manager to both servers"
+        )
+
+
 class KVLoomConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any = None) -> None:
         """@error InvalidArgument: a version of vLLM or a setting that won't do."""
@@ -50,8 +61,8 @@ class KVLoomConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._landed = Landed()
         sync = self._settings.per_layer_start
-        if sync and len(kv_cache_config.kv_cache_groups) > 1:
-            refuse("kv_connector_extra_config.per_layer_start: vLLM can't take failed loads of a model with several KV cache groups")
+        if decodes and len(kv_cache_config.kv_cache_groups) > 1:
+            check_groups(sync)
         if role == base.KVConnectorRole.SCHEDULER:
             groups = len(kv_cache_config.kv_cache_groups)
             self._scheduler = SchedulerSide(prefills, decodes, groups, windows_of(kv_cache_config), sync)

@@ -4,6 +4,7 @@
 |--------------------------------------------|-------------------------------------------------------------------------------|
 | start_load_kv before or after the layers   | what a step brings begins when its metadata is bound, before the layers in all |
 | get_finished or get_transfer_results       | both; failed loads by block with the one, by request with the other           |
+| failed loads by block alone                | decode of models with several cache groups is refused: vLLM's engine would end |
 | handle_preemptions of ids or of metadata   | preempted requests are in the step's metadata, too, which is bound            |
 | on_new_request is not called               | a request is known from get_num_new_matched_tokens at the latest              |
 | names of layouts                           | `head_major`                                                                  |
