@@ -29,6 +29,16 @@ close_count() {
   [[ "$failed" -eq 0 && "$passed" -gt 0 ]]
 }
 
+# count_pytest LOG: adds what the log's last line counts. One that says of no test that it passed is a failure.
+count_pytest() {
+  local words
+  words="$(tail -n 1 "$1")"
+  passed=$((passed + $(number_of passed "$words")))
+  failed=$((failed + $(number_of failed "$words") + $(number_of 'errors?' "$words")))
+  grep -qE '[0-9]+ passed' <<<"$words" || failed=$((failed + 1))
+}
+number_of() { local n; n="$(sed -nE "s/.*(^|[^0-9])([0-9]+) $1([ ,].*|\$)/\2/p" <<<"$2")"; echo "${n:-0}"; } # KIND WORDS
+
 # Two builds in one folder at a time would tread on each other: the second waits.
 build() { # PRESET [cmake --build arguments...]
   local preset="$1"
