@@ -8,10 +8,7 @@ source "$(dirname "$0")/lib.sh"
 # shellcheck source=scripts/lib_vllm.sh
 source scripts/lib_vllm.sh
 
-mkdir -p build
-log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
-install_vllm_and_kvloom "$log" || { close_count; exit 1; }
+install_vllm_and_kvloom || { close_count; exit 1; }
 say "pytest tests/vllm $*"
 begin=$SECONDS
 "$environment/bin/python" -m pytest tests/vllm -q -p no:cacheprovider "$@" | tee "$log" || true
