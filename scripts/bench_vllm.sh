@@ -7,10 +7,7 @@ source "$(dirname "$0")/lib.sh"
 # shellcheck source=scripts/lib_vllm.sh
 source scripts/lib_vllm.sh
 
-mkdir -p build
-log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
-install_vllm_and_kvloom "$log" || give_up "Without vLLM nothing can be measured."
+install_vllm_and_kvloom || give_up "Without vLLM nothing can be measured."
 say "tests/vllm/bench_idle.py $*"
 grep -m 1 'model name' /proc/cpuinfo || true
 "$environment/bin/python" tests/vllm/bench_idle.py "$@"

@@ -6,18 +6,14 @@
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "$0")/lib.sh"
-
 # shellcheck source=scripts/lib_vllm.sh
 source scripts/lib_vllm.sh
 
-log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
 install_peers() { scripts/install_peers.sh | tee "$log"; }
 
-install_vllm_and_kvloom "$log" || exit 1
+install_vllm_and_kvloom || exit 1
 step "NIXL and Mooncake are installed" install_peers || exit 1
 KVLOOM_VLLM_PEERS="$(tail -n 1 "$log")"
 export KVLOOM_VLLM_PEERS
 say "kvloom beside vLLM's own connectors"
-mkdir -p build
 PYTHONPATH="$PWD/tests/vllm" "$environment/bin/python" -m peers --json build/bench-vllm-peers.json "$@" | tee build/bench-vllm-peers.txt

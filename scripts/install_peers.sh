@@ -29,20 +29,13 @@ print(f"NIXL {version('nixl')}, Mooncake {version('mooncake-transfer-engine-non-
 PYTHON
 }
 
+install_wheels() {
+  say "Making $folder: ${wheels[*]}"
+  "$environment/bin/pip" install -q --no-deps --target "$folder" "${wheels[@]}"
+}
+
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
 scripts/install_packages.sh peers
 environment="$(scripts/install_vllm.sh | tail -n 1)"
-mkdir -p "$(dirname "$folder")"
-exec 9>"$folder.lock"
-flock 9
-if [[ "$(cat "$folder/made-by" 2>/dev/null || true)" == "$made_by" ]] && verify; then
-  echo "$folder"
-  exit
-fi
-say "Making $folder: ${wheels[*]}"
-rm -rf "$folder"
-"$environment/bin/pip" install -q --no-deps --target "$folder" "${wheels[@]}"
-verify
-echo "$made_by" >"$folder/made-by"
-echo "$folder"
+made_once "$folder" "$made_by" verify install_wheels

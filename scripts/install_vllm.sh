@@ -71,24 +71,18 @@ install_vllm() {
   rm -r "$scratch"
 }
 
+make_environment() {
+  local python packages
+  python="$(pick_python)"
+  say "Making $folder with $python: torch $torch_version"
+  "$python" -m venv "$folder"
+  "$folder/bin/pip" install -q -U 'pip>=24'
+  packages="$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
+  install_torch "$packages"
+  say "vLLM $vllm_version and what it requires"
+  install_vllm "$packages"
+  say "Loading vLLM"
+}
+
 scripts/install_packages.sh vllm
-mkdir -p "$(dirname "$folder")"
-exec 9>"$folder.lock"
-flock 9
-if [[ "$(cat "$folder/made-by" 2>/dev/null || true)" == "$made_by" ]] && verify; then
-  echo "$folder"
-  exit
-fi
-python="$(pick_python)"
-say "Making $folder with $python: torch $torch_version"
-rm -rf "$folder"
-"$python" -m venv "$folder"
-"$folder/bin/pip" install -q -U 'pip>=24'
-packages="$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
-install_torch "$packages"
-say "vLLM $vllm_version and what it requires"
-install_vllm "$packages"
-say "Loading vLLM"
-verify
-echo "$made_by" >"$folder/made-by"
-echo "$folder"
+made_once "$folder" "$made_by" verify make_environment

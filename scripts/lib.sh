@@ -29,6 +29,32 @@ close_count() {
   [[ "$failed" -eq 0 && "$passed" -gt 0 ]]
 }
 
+# made_once FOLDER MADE_BY VERIFY MAKE: sees to it that FOLDER is there, of the making that MADE_BY names and such that VERIFY passes; else MAKE makes it
+# from nothing. Of two that would, the second waits for the first. Its last line is the folder.
+made_once() {
+  local folder="$1" made_by="$2" verify="$3" make="$4"
+  mkdir -p "$(dirname "$folder")"
+  exec 9>"$folder.lock"
+  flock 9
+  if [[ "$(cat "$folder/made-by" 2>/dev/null || true)" != "$made_by" ]] || ! "$verify"; then
+    rm -rf "$folder"
+    "$make"
+    "$verify"
+    echo "$made_by" >"$folder/made-by"
+  fi
+  echo "$folder"
+}
+
+# count_pytest LOG: adds what the log's last line counts. One that says of no test that it passed is a failure.
+count_pytest() {
+  local words
+  words="$(tail -n 1 "$1")"
+  passed=$((passed + $(number_of passed "$words")))
+  failed=$((failed + $(number_of failed "$words") + $(number_of 'errors?' "$words")))
+  grep -qE '[0-9]+ passed' <<<"$words" || failed=$((failed + 1))
+}
+number_of() { local n; n="$(sed -nE "s/.*(^|[^0-9])([0-9]+) $1([ ,].*|\$)/\2/p" <<<"$2")"; echo "${n:-0}"; } # KIND WORDS
+
 # Two builds in one folder at a time would tread on each other: the second waits.
 build() { # PRESET [cmake --build arguments...]
   local preset="$1"

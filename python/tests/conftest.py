@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from vllm_stand_in import installed
 
 import kvloom
 
@@ -114,6 +115,13 @@ class Pair:
     def close(self) -> None:
         self.decode.session.close()
         self.prefill.session.close()
+
+
+@pytest.fixture
+def stand_in():
+    """Within vLLM's stand-in, where the test's own file was imported: its modules, and what they import later, are the same."""
+    with installed():
+        yield
 
 
 @pytest.fixture

@@ -38,11 +38,16 @@ def transfer(pair: Pair, of: kvloom.TransferKey, tokens: tuple[int, int] = (0, T
     pair.prefill.offer(of, SOURCE_PAGES)
 
 
+def computed(pair: Pair, of: kvloom.TransferKey) -> None:
+    """All layers of it."""
+    for layer in range(4):
+        pair.prefill.session.ready(of, layer, TOKENS)
+
+
 def test_bytes_land_and_both_sides_say_so(pair):
     of = key()
     transfer(pair, of)
-    for layer in range(4):
-        pair.prefill.session.ready(of, layer, TOKENS)
+    computed(pair, of)
     ended = pair.decode.session.wait(of, LONG)
     assert (ended.outcome, ended.why, ended.bytes, ended.payloads) == (kvloom.Outcome.landed, None, TOKENS * 4 * 4 * 64, {})
     assert checksum_of(pair.prefill, SOURCE_PAGES, (0, TOKENS)) == checksum_of(pair.decode, TARGET_PAGES, (0, TOKENS))
@@ -92,8 +97,7 @@ def test_a_payload_rides_with_completion(pair):
     of = key()
     pair.decode.begin(of, pair.sources, (0, TOKENS), TARGET_PAGES)
     pair.prefill.offer(of, SOURCE_PAGES, has_payload=True)
-    for layer in range(4):
-        pair.prefill.session.ready(of, layer, TOKENS)
+    computed(pair, of)
     with pytest.raises(kvloom.InvalidArgument):
         pair.prefill.session.payload(of, bytes(1 << 20))
     pair.prefill.session.payload(of, b"\0token 17")
@@ -272,8 +276,7 @@ def test_a_poll_that_waits_ends_with_the_session(pair):
 def test_what_is_left_is_polled_after_closing(pair):
     of = key()
     transfer(pair, of)
-    for layer in range(4):
-        pair.prefill.session.ready(of, layer, TOKENS)
+    computed(pair, of)
     pair.decode.session.wait_released(of, LONG)
     pair.decode.session.close()
     assert select.select([pair.decode.session], [], [], 0)[0]
@@ -310,8 +313,7 @@ def test_a_descriptor_tells_of_events(pair):
 def test_asyncio_waits_for_events(pair):
     of = key()
     transfer(pair, of)
-    for layer in range(4):
-        pair.prefill.session.ready(of, layer, TOKENS)
+    computed(pair, of)
 
     async def landed() -> kvloom.TargetEnded:
         loop = asyncio.get_running_loop()
@@ -362,8 +364,7 @@ def test_an_idle_sessions_threads_sleep(pair):
 def test_metrics_and_trace(pair):
     of = key()
     transfer(pair, of)
-    for layer in range(4):
-        pair.prefill.session.ready(of, layer, TOKENS)
+    computed(pair, of)
     pair.decode.session.wait_released(of, LONG)
     text = pair.decode.session.metrics()
     assert 'kvloom_transfers_total{rank="0",side="decode",outcome="landed"} 1\n' in text

@@ -6,23 +6,24 @@ import dataclasses
 import socket
 import time
 
-import fake_vllm
 import numpy as np
 import pytest
 from conftest import LONG
-from fake_vllm import Output, Request, Tensor, name_of, plain
+from vllm_stand_in import installed
+from vllm_stand_in.engine import Request, alike, cache_config, layer_names, output, tensor_of, vllm_config
 
 import kvloom
 
-fake_vllm.install()
+with installed():
+    from kvloom.vllm.decode_side import DecodeSide
+    from kvloom.vllm.layouts import place
+    from kvloom.vllm.metadata import Chunk, Load, Offer, Step
+    from kvloom.vllm.params import Settings, Transfer
+    from kvloom.vllm.prefill_side import PrefillSide
+    from kvloom.vllm.scheduler_side import SchedulerSide
+    from kvloom.vllm.stats import Counts, KVLoomStats
 
-from kvloom.vllm.decode_side import DecodeSide  # noqa: E402
-from kvloom.vllm.layouts import place  # noqa: E402
-from kvloom.vllm.metadata import Chunk, Load, Offer, Step  # noqa: E402
-from kvloom.vllm.params import Settings, Transfer  # noqa: E402
-from kvloom.vllm.prefill_side import PrefillSide  # noqa: E402
-from kvloom.vllm.scheduler_side import SchedulerSide  # noqa: E402
-from kvloom.vllm.stats import Counts, KVLoomStats  # noqa: E402
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 TO_PREFILL = {"kvloom": {"role": "prefill", "transfer": "key", "seconds": 30}}
 TO_DECODE = {"kvloom": {"role": "decode", "transfer": "key", "seconds": 30, "prefill": ["tcp://127.0.0.1:1"]}}
@@ -92,13 +93,13 @@ def test_blocks_are_told_chunk_by_chunk():
     side.know(request)
     side.know(request)
     assert side.matched(request, 0) == (0, False)
-    step = side.build(Output(new={"a": (([1, 2],), 0, 128)}))
+    step = side.build(output(new={"a": (([1, 2],), 0, 128)}))
     assert step.offers == [Offer("a", "key", 30.0)] and step.chunks == [Chunk("a", 128, ([1, 2],), False)] and not step.idle
-    assert side.build(Output(cached={"a": (([3, 4],), 128, 128)})).chunks == [Chunk("a", 256, ([1, 2, 3, 4],), False)]
-    assert side.build(Output(cached={"a": (([5],), 256, 44)})).chunks == [Chunk("a", 300, ([1, 2, 3, 4, 5],), True)]
-    assert side.build(Output(cached={"a": (None, 300, 1)})) == Step()  # it decodes: nothing more is sent
+    assert side.build(output(cached={"a": (([3, 4],), 128, 128)})).chunks == [Chunk("a", 256, ([1, 2, 3, 4],), False)]
+    assert side.build(output(cached={"a": (([5],), 256, 44)})).chunks == [Chunk("a", 300, ([1, 2, 3, 4, 5],), True)]
+    assert side.build(output(cached={"a": (None, 300, 1)})) == Step()  # it decodes: nothing more is sent
     assert side.finished(request) and side.pending()
-    assert side.build(Output()) == Step(held=["a"], idle=True) and side.pending()
+    assert side.build(output()) == Step(held=["a"], idle=True) and side.pending()
     side.sent({"a"})
     assert not side.pending()
 
@@ -106,32 +107,32 @@ def test_blocks_are_told_chunk_by_chunk():
 def test_a_prefix_hit_of_prefill_is_ready_with_the_first_chunk():
     side = prefilling()
     side.know(Request("a", 300, TO_PREFILL))
-    assert side.build(Output(new={"a": (([1, 2, 3],), 256, 44)})).chunks == [Chunk("a", 300, ([1, 2, 3],), True)]
+    assert side.build(output(new={"a": (([1, 2, 3],), 256, 44)})).chunks == [Chunk("a", 300, ([1, 2, 3],), True)]
 
 
 def test_others_requests_are_nobodys_business():
     side, plain = prefilling(), Request("plain", 10)
     side.know(plain)
-    assert side.build(Output(new={"plain": (([1],), 0, 10)})) == Step() and not side.finished(plain) and not side.pending()
+    assert side.build(output(new={"plain": (([1],), 0, 10)})) == Step() and not side.finished(plain) and not side.pending()
 
 
 @pytest.mark.parametrize(("tokens", "cancelled"), [(128, True), (298, True), (299, False), (300, False)])
 def test_an_abort_ends_what_was_not_computed(tokens, cancelled):
     side, request = prefilling(), Request("a", 300, TO_PREFILL)
     side.know(request)
-    side.build(Output(new={"a": (([1, 2, 3],), 0, tokens)}))
+    side.build(output(new={"a": (([1, 2, 3],), 0, tokens)}))
     assert side.finished(request)
-    step = side.build(Output())
+    step = side.build(output())
     assert step.held == ["a"] and bool(step.cancelled) is cancelled
 
 
 def test_a_preempted_prefill_is_fenced_and_sends_no_more():
     side, request = prefilling(), Request("a", 300, TO_PREFILL)
     side.know(request)
-    side.build(Output(new={"a": (([1, 2],), 0, 128)}))
-    assert side.build(Output(preempted_req_ids={"a", "other"})).preempted == ["a"]
-    assert side.build(Output(cached={"a": (([7, 8, 9],), 0, 300)}, resumed={"a"})) == Step()
-    assert side.finished(request) and side.build(Output()).held == ["a"]
+    side.build(output(new={"a": (([1, 2],), 0, 128)}))
+    assert side.build(output(preempted={"a", "other"})).preempted == ["a"]
+    assert side.build(output(cached={"a": (([7, 8, 9],), 0, 300)}, resumed={"a"})) == Step()
+    assert side.finished(request) and side.build(output()).held == ["a"]
 
 
 def test_a_load_is_asked_for_once():
@@ -141,12 +142,12 @@ def test_a_load_is_asked_for_once():
     clock[0] += 4
     assert side.matched(request, 128) == (171, True) and side.matched(request, 128) == (171, True)
     side.allocated(request, ([5, 6, 7],), 171)
-    step = side.build(Output())
+    step = side.build(output())
     assert step.loads == [Load("a", "key", 26.0, ["tcp://127.0.0.1:1"], 128, 299, ([5, 6, 7],))] and step.idle
     side.landed({"a"})
     side.allocated(request, ([5, 6, 7],), 0)
     assert side.matched(request, 0) == (0, False)  # failed or preempted: computed here
-    assert side.build(Output()) == Step(idle=True)
+    assert side.build(output()) == Step(idle=True)
     assert not side.finished(request) and not side.pending()
 
 
@@ -155,7 +156,7 @@ def test_who_needs_nothing_says_so(prompt):
     side, request = decoding(), Request("a", prompt, TO_DECODE)
     assert side.matched(request, prompt - 1) == (0, False)
     side.allocated(request, ([1, 2],), 0)
-    (load,) = side.build(Output()).loads
+    (load,) = side.build(output()).loads
     assert (load.begin, load.end, load.tables) == (0, 0, ([],))
 
 
@@ -163,23 +164,23 @@ def test_who_leaves_while_it_waits_says_so():
     side, request = decoding(), Request("a", 300, TO_DECODE)
     side.know(request)
     assert not side.finished(request)
-    assert [(load.begin, load.end) for load in side.build(Output()).loads] == [(0, 0)]
+    assert [(load.begin, load.end) for load in side.build(output()).loads] == [(0, 0)]
 
 
 def test_who_leaves_while_it_loads_cancels():
     side, request = decoding(), Request("a", 300, TO_DECODE)
     side.matched(request, 0)
     side.allocated(request, ([1, 2, 3],), 299)
-    side.build(Output())
+    side.build(output())
     assert not side.finished(request) and side.pending()
-    assert side.build(Output()).cancelled == [("a", "the request was aborted")]
+    assert side.build(output()).cancelled == [("a", "the request was aborted")]
 
 
 def test_a_wrong_decode_request_fails_as_a_load_does():
     side, request = decoding(), Request("a", 300, {"kvloom": {"role": "decode"}})
     assert side.matched(request, 0) == (299, True)
     side.allocated(request, ([1, 2, 3],), 299)
-    assert "lacks transfer, seconds" in side.build(Output()).loads[0].refused
+    assert "lacks transfer, seconds" in side.build(output()).loads[0].refused
 
 
 def test_who_waited_too_long_for_blocks_is_told_so():
@@ -198,12 +199,13 @@ def test_a_layer_by_layer_start_is_a_synchronous_load():
     side, request = decoding(sync=True), Request("a", 300, TO_DECODE)
     assert side.matched(request, 0) == (299, False)
     side.allocated(request, ([1, 2, 3],), 299)
-    assert side.build(Output(new={"a": (([1, 2, 3],), 299, 1)})).loads[0].sync
+    assert side.build(output(new={"a": (([1, 2, 3],), 299, 1)})).loads[0].sync
 
 
 # ---- the workers' halves, with real sessions ----
 
 BLOCKS, HEADS, WIDE, LAYERS = 32, 4, 16, 3
+NAMES = layer_names(LAYERS)
 
 
 class Rank:
@@ -216,8 +218,9 @@ class Rank:
         each = BLOCKS * HEADS * block * WIDE * 4
         region = transport.allocate(each * layers)
         self.memory = np.asarray(region.array()).view(np.float32).reshape(layers, BLOCKS, HEADS, block, WIDE)
-        self.tensors = {name_of(n): Tensor(self.memory[n]) for n in range(layers)}
-        self.placed = place(fake_vllm.config(HEADS, layers, isa), fake_vllm.cache_config(plain(layers, block), BLOCKS), self.tensors, 0)
+        self.tensors = {name: tensor_of(memory) for name, memory in zip(layer_names(layers), self.memory, strict=True)}
+        groups = alike(layers, block)
+        self.placed = place(vllm_config(groups, HEADS, isa=isa), cache_config(groups, BLOCKS), self.tensors, 0)
         cache, self.counts = local_cache(self.placed, self.tensors, [region]), Counts()
         if role == "prefill":
             self.session = kvloom.SourceSession(transport, cache, events=True)
@@ -272,10 +275,10 @@ def test_layers_land_as_their_hooks_fire(ranks):
     decode.side.begin(Step(loads=[load(prefill, 64, 99, target)]))
     prefill.side.begin(Step(offers=[Offer("p", "key", LONG)], chunks=[Chunk("p", 64, (source[:2],), False)]))
     for layer in range(LAYERS):
-        prefill.side.layer(name_of(layer))
+        prefill.side.layer(NAMES[layer])
     prefill.side.sweep()
     prefill.side.begin(Step(chunks=[Chunk("p", 100, (source,), True)]))
-    prefill.side.layer(name_of(1))
+    prefill.side.layer(NAMES[1])
     prefill.side.layer("a layer that is not ours")
     prefill.side.sweep()  # the others have no hook
     said = decode.heard(over)
@@ -315,7 +318,7 @@ def test_each_end_is_reported_once_by_request_and_block(ranks, by):
     prefill, decode = ranks("prefill", 32), ranks("decode", 32)
     decode.side.begin(Step(loads=[load(prefill, 32, 99, [5, 6, 7, 8])]))
     prefill.side.begin(Step(offers=[Offer("p", "key", LONG)], chunks=[Chunk("p", 100, ([1, 2, 3, 4],), True)]))
-    prefill.side.layer(name_of(0))
+    prefill.side.layer(NAMES[0])
     decode.session.wait_layer(kvloom.TransferKey("key"), 0, LONG)  # they have met: who was never there is missed only when time is up
     match by:
         case "decode":
@@ -417,8 +420,8 @@ def test_a_forward_pass_waits_layer_by_layer(ranks):
     decode.side.begin(Step(loads=[load(prefill, 0, 99, [5, 6, 7, 8], sync=True)]))
     prefill.side.begin(Step(offers=[Offer("p", "key", LONG)], chunks=[Chunk("p", 100, ([1, 2, 3, 4],), True)]))
     for layer in range(LAYERS):
-        prefill.side.layer(name_of(layer))
-        decode.side.wait_layer(name_of(layer))
+        prefill.side.layer(NAMES[layer])
+        decode.side.wait_layer(NAMES[layer])
         assert np.array_equal(decode.row(layer, [5, 6, 7, 8], 98, 32), prefill.row(layer, [1, 2, 3, 4], 98, 32))
     decode.side.end_step()
     end = time.monotonic() + LONG
@@ -431,8 +434,8 @@ def test_a_layer_that_never_comes_is_reported_with_the_step(ranks):
     prefill, decode = ranks("prefill", 32), ranks("decode", 32)
     decode.side.begin(Step(loads=[load(prefill, 32, 99, [5, 6, 7, 8], sync=True)]))
     prefill.side.begin(Step(offers=[Offer("p", "key", LONG)], cancelled=[("p", "left")]))
-    decode.side.wait_layer(name_of(0))
-    decode.side.wait_layer(name_of(1))
+    decode.side.wait_layer(NAMES[0])
+    decode.side.wait_layer(NAMES[1])
     landed = decode.side.heard()
     assert landed.blocks == {6, 7, 8} and landed.over == set()
 

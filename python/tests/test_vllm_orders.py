@@ -5,24 +5,29 @@ The orders: vllm/v1/worker/kv_connector_model_runner_mixin.py (0.24 and 0.32), v
 
 from __future__ import annotations
 
+import contextlib
+import math
 import socket
 import time
 import types
 from typing import Any
 
-import fake_vllm
 import numpy as np
 import pytest
 from conftest import LONG
-from fake_vllm import FullAttentionSpec, Output, Request, Role, Tensor, name_of
+from vllm_stand_in import installed
+from vllm_stand_in.engine import Request, alike, bytes_of, cache_config, layer_names, output, vllm_config
+from vllm_stand_in.modules import KVCacheBlock, KVCacheBlocks, KVConnectorRole
 
 import kvloom
 
-fake_vllm.install()
+with installed():
+    from kvloom.vllm import connector, versions
 
-from kvloom.vllm import connector  # noqa: E402
+pytestmark = pytest.mark.usefixtures("stand_in")
 
-BLOCKS, HEADS, BLOCK, WIDE, LAYERS = 16, 2, 32, 16, 3
+BLOCKS, HEADS, BLOCK, WIDE, LAYERS = 128, 2, 32, 16, 3  # what vLLM allocates at once is more than a MiB, as a cache is
+NAMES = layer_names(LAYERS)
 
 
 class Old:
@@ -66,31 +71,30 @@ class Engine:
     """A scheduler's connector and a worker's, with the cache between them."""
 
     def __init__(self, role: str, order: Any, **extra: Any) -> None:
-        transfer = types.SimpleNamespace(
-            is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", kv_connector_extra_config=extra
-        )
-        config = fake_vllm.config(HEADS, LAYERS)
-        config.kv_transfer_config = transfer
-        caches = fake_vllm.cache_config([(FullAttentionSpec(BLOCK), [name_of(n) for n in range(LAYERS)])], BLOCKS)
+        groups = alike(LAYERS, BLOCK)
+        config, caches = vllm_config(groups, HEADS, role, extra), cache_config(groups, BLOCKS)
         self.order = order
-        self.scheduler = connector.KVLoomConnector(config, Role.SCHEDULER, caches)
-        self.worker = connector.KVLoomConnector(config, Role.WORKER, caches)
-        shape = (LAYERS, BLOCKS, HEADS, BLOCK, WIDE)
-        if allocation := self.worker.get_mem_pool_context():
-            self.memory = allocation._make(int(np.prod(shape)) * 4).view(np.float32).reshape(shape)
-            self.memory[:] = np.random.default_rng(3).random(shape, np.float32)
-        else:
-            self.memory = np.zeros(shape, np.float32)
-        tensors = {name_of(n): Tensor(self.memory[n]) for n in range(LAYERS)}
-        storage = types.SimpleNamespace(data_ptr=lambda: self.memory.ctypes.data, nbytes=lambda: self.memory.nbytes)
-        for tensor in tensors.values():
-            tensor.untyped_storage = lambda: storage
-        self.worker.register_kv_caches(tensors)
+        self.scheduler = connector.KVLoomConnector(config, KVConnectorRole.SCHEDULER, caches)
+        self.worker = connector.KVLoomConnector(config, KVConnectorRole.WORKER, caches)
+        self.memory = self._allocate()
+        if role == "kv_producer":
+            self.memory[:] = np.random.default_rng(3).random(self.memory.shape, np.float32)
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
 
-    def step(self, output: Output | None = None, hooks: int = 0) -> tuple[set[str], set[str], set[str]]:
-        step = self.scheduler.build_connector_meta(output or Output())
-        sent, landed, failed = self.order.step(self.worker, step, [name_of(n) for n in range(hooks)])
+    def _allocate(self) -> np.ndarray:
+        """All layers' caches, in one tensor. @return its memory, [layers, blocks, heads, tokens, content]"""
+        import torch
+
+        shape = (BLOCKS, HEADS, BLOCK, WIDE)
+        with self.worker.get_mem_pool_context() or contextlib.nullcontext():
+            whole = torch.zeros(LAYERS * math.prod(shape), dtype=torch.float32)
+        steps, each = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))], math.prod(shape)
+        self.worker.register_kv_caches({name: whole.as_strided(shape, steps, n * each) for n, name in enumerate(NAMES)})
+        return bytes_of(whole, LAYERS * each * whole.element_size()).view(np.float32).reshape(LAYERS, *shape)
+
+    def step(self, scheduled: Any = None, hooks: int = 0) -> tuple[set[str], set[str], set[str]]:
+        step = self.scheduler.build_connector_meta(scheduled or output())
+        sent, landed, failed = self.order.step(self.worker, step, NAMES[:hooks])
         self.scheduler.update_connector_output(types.SimpleNamespace(finished_sending=sent, finished_recving=landed))
         return sent, landed, failed
 
@@ -127,7 +131,7 @@ def requests(prefill: Engine) -> tuple[Request, Request]:
 def ask(decode: Engine, request: Request, blocks: list[int]) -> None:
     wanted, _ = decode.scheduler.get_num_new_matched_tokens(request, 0)
     assert wanted == request.num_prompt_tokens - 1
-    decode.scheduler.update_state_after_alloc(request, types.SimpleNamespace(get_block_ids=lambda: (blocks,)), wanted)
+    decode.scheduler.update_state_after_alloc(request, KVCacheBlocks(([KVCacheBlock(number) for number in blocks],)), wanted)
 
 
 @pytest.mark.parametrize("told", [True, False])  # old versions do not call on_new_request
@@ -139,8 +143,8 @@ def test_a_request_in_two_chunks(engines, told):
     assert prefill.scheduler.get_num_new_matched_tokens(sends, 0) == (0, False)
     ask(decode, loads, [4, 5, 6, 7])
     decode.step()
-    prefill.step(Output(new={"p": (([1, 2],), 0, 64)}), hooks=LAYERS)
-    prefill.step(Output(cached={"p": (([3, 9],), 64, 36)}), hooks=1)
+    prefill.step(output(new={"p": (([1, 2],), 0, 64)}), hooks=LAYERS)
+    prefill.step(output(cached={"p": (([3, 9],), 64, 36)}), hooks=1)
     assert decode.until("d") == (set(), {"d"}, set())
     assert np.array_equal(decode.memory[:, 4:7], prefill.memory[:, 1:4])
     assert prefill.scheduler.request_finished_all_groups(sends, ([1, 2, 3, 9],)) == (True, None)
@@ -156,24 +160,22 @@ def test_a_preemption_fails_the_load(engines):
     prefill.scheduler.on_new_request(sends)
     ask(decode, loads, [4, 5, 6, 7])
     decode.step()
-    prefill.step(Output(new={"p": (([1, 2],), 0, 64)}), hooks=LAYERS)
-    prefill.step(Output(preempted_req_ids={"p"}))
+    prefill.step(output(new={"p": (([1, 2],), 0, 64)}), hooks=LAYERS)
+    prefill.step(output(preempted={"p"}))
     prefill.memory[:] = 0  # overwritten by who came next
     assert decode.until("d") == (set(), {"d"}, {"d"})
     assert decode.scheduler.get_num_new_matched_tokens(loads, 0) == (0, False)  # computed here
-    prefill.step(Output(cached={"p": (([5, 6, 7, 8],), 0, 100)}, resumed={"p"}), hooks=LAYERS)
+    prefill.step(output(cached={"p": (([5, 6, 7, 8],), 0, 100)}, resumed={"p"}), hooks=LAYERS)
     assert prefill.scheduler.request_finished_all_groups(sends, ([],))[0] and prefill.until("p")[0] == {"p"}
 
 
 def test_an_idle_engine_asks_nothing_of_its_sessions(engines):
     for engine in engines:
-        assert engine.step(Output(new={"plain": (([1],), 0, 10)}), hooks=LAYERS) == (set(), set(), set())
+        assert engine.step(output(new={"plain": (([1],), 0, 10)}), hooks=LAYERS) == (set(), set(), set())
         assert not engine.scheduler.has_pending_push_work()
 
 
 def test_versions_that_are_too_old_are_refused():
-    from kvloom.vllm import versions
-
     with pytest.raises(kvloom.InvalidArgument, match=r"0\.23\.1: kvloom works with 0\.24 to 0\.33"):
         versions.check("0.23.1")
     assert versions.head_major(versions.check("0.24.0")) == "HND" and versions.head_major(versions.check("0.0.0.dev1")) == "LBHNC"

@@ -7,16 +7,15 @@ bytes from a real session, in each release. The others stand for what vLLM does 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import random
 import socket
-import sys
 import time
 
 import numpy as np
 import pytest
 from vllm_stand_in import RELEASES, Recording, Release, Replay, installed, read, recordings
+from vllm_stand_in.engine import bytes_of
 
 import kvloom
 
@@ -31,20 +30,6 @@ def port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@pytest.fixture(autouse=True)
-def forget_fakes():
-    """Modules of the connector that were imported with another stand-in."""
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.startswith(("kvloom.vllm", "vllm", "torch")) and not name.startswith("vllm_stand_in")]:
-            del sys.modules[name]
-
-    kept = {name: module for name, module in sys.modules.items() if name.startswith(("kvloom.vllm", "vllm", "torch"))}
-    forget()
-    yield
-    forget()
-    sys.modules.update(kept)
 
 
 def replay(name: str, release: str, port: int, params: dict) -> Replay:
@@ -163,8 +148,7 @@ def memory_of(connector) -> dict[tuple[str, int], np.ndarray]:
     for group in worker._placed.groups:
         length = extent(layouts[group.name], worker._placed.pool[group.name])
         for cache in group.caches:
-            lent = (ctypes.c_uint8 * length).from_address(worker.tensors[cache.name].data_ptr())
-            found[group.name, cache.layer] = np.frombuffer(lent, np.uint8)
+            found[group.name, cache.layer] = bytes_of(worker.tensors[cache.name], length)
     return found
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import time
 
-import fake_vllm
 import pytest
+from vllm_stand_in import installed
 
 import kvloom
 
-fake_vllm.install()
+with installed():
+    from kvloom.vllm import steps as module
+    from kvloom.vllm.metadata import Chunk, Offer, Step
+    from kvloom.vllm.steps import Steps
 
-from kvloom.vllm import steps as module  # noqa: E402
-from kvloom.vllm.metadata import Chunk, Offer, Step  # noqa: E402
-from kvloom.vllm.steps import Steps  # noqa: E402
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 EMPTY = json.dumps({"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "a session"}}]})
 

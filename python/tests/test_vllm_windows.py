@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import pytest
+from vllm_stand_in import installed
+from vllm_stand_in.engine import Pool, Request, output
 
-import fake_vllm
-from fake_vllm import Output, Request
+with installed():
+    from kvloom.vllm.scheduler_side import SchedulerSide
 
-fake_vllm.install()
-
-from kvloom.vllm.scheduler_side import SchedulerSide  # noqa: E402
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 TO_PREFILL = {"kvloom": {"role": "prefill", "transfer": "key", "seconds": 30}}
 TO_DECODE = {"kvloom": {"role": "decode", "transfer": "key", "seconds": 30, "prefill": ["tcp://127.0.0.1:1"]}}
 
 
-@dataclasses.dataclass
-class Block:
-    block_id: int
-    block_hash: bytes | None = None
-
-
-class Pool:
-    def __init__(self) -> None:
-        self.blocks, self.held = [Block(number) for number in range(20)], []
-
-    def touch(self, blocks: list[Block]) -> None:
-        self.held += [block.block_id for block in blocks]
-
-    def free_blocks(self, blocks: list[Block]) -> None:
-        for block in blocks:
-            self.held.remove(block.block_id)
-
-    def cache(self, *numbers: int) -> None:
-        for number in numbers:
-            self.blocks[number].block_hash = b"hash"
-
-    def evict_blocks(self, numbers: set[int]) -> None:
-        for number in numbers:
-            assert self.blocks[number].block_hash is not None
-            self.blocks[number].block_hash = None
-
-    def cached(self) -> list[int]:
-        return [block.block_id for block in self.blocks if block.block_hash is not None]
-
-
 def test_a_windows_last_blocks_are_held():
     """Window of 32 in blocks of 16, prompt 96: decode wants tokens from 64 on, vLLM frees block 4 (64 to 79) as soon as token 95 is there."""
     side = SchedulerSide(prefills=True, decodes=False, groups=2, windows={1: (32, 16)})
-    pool = Pool()
+    pool = Pool(20)
     side.bind_pool(pool)
     side.know(request := Request("a", 96, TO_PREFILL))
-    side.build(Output(new={"a": (([1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 9, 11]), 0, 96)}))
+    side.build(output(new={"a": (([1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 9, 11]), 0, 96)}))
     assert pool.held == [9, 11]
     side.finished(request)
     side.sent({"a"})
@@ -63,13 +33,13 @@ TABLES = ([1, 2, 3, 4, 5], [0, 0, 6, 7, 8])  # of 75 tokens in blocks of 16: ful
 
 def loading(sync: bool = False, local: int = 0) -> tuple[SchedulerSide, Pool, Request]:
     """A request of 75 tokens whose load has begun."""
-    side, pool, request = SchedulerSide(False, True, 2, {1: (32, 16)}, sync), Pool(), Request("a", 75, TO_DECODE)
+    side, pool, request = SchedulerSide(False, True, 2, {1: (32, 16)}, sync), Pool(20), Request("a", 75, TO_DECODE)
     side.bind_pool(pool)
     side.matched(request, local)
     if sync:  # vLLM caches what it allocates at once
         pool.cache(1, 2, 3, 4, 6, 7)
     side.allocated(request, TABLES, 74 - local)
-    side.build(Output())
+    side.build(output())
     return side, pool, request
 
 

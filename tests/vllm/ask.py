@@ -111,3 +111,8 @@ def prompts_of(lengths: list[int], seed: int = 0, first: int = 0, beyond: int = 
     """Random prompts of these lengths, as token ids in [first, beyond): bytes, for the tiny models. Equal seeds, equal prompts."""
     draw = random.Random(seed)
     return [[draw.randrange(first, beyond) for _ in range(length)] for length in lengths]
+
+
+def new_prompt(length: int) -> list[int]:
+    """One of which no prefix is in any cache."""
+    return prompts_of([length], seed=time.monotonic_ns())[0]

@@ -9,10 +9,10 @@ Prints a line for each prompt and ends with `N prompts, M wrong tokens, K wrong 
 """
 
 import argparse
-import random
 import sys
 import time
 
+from ask import prompts_of
 from instance import Instance
 from meeting import Meeting
 from models import model
@@ -29,8 +29,7 @@ def main() -> int:
     prefill_gpu, decode_gpu = said.gpus.split(",")
     base = Settings(model(said.kind), dtype="bfloat16", gpu_memory=0.2)
     on = lambda gpu: (("CUDA_VISIBLE_DEVICES", gpu),)  # noqa: E731
-    drawn = random.Random(7)
-    text = [drawn.randrange(256) for _ in range(max(LENGTHS))]
+    (text,) = prompts_of([max(LENGTHS)], seed=7)
     wrong_tokens = wrong_layers = 0
     with Instance(base.but(environment=on(decode_gpu)), "alone") as alone:
         alone.ready()

@@ -1,32 +1,17 @@
 """A prefill and a decode vLLM with KVLoomConnector: decode's tokens are those of one vLLM alone, and its KV is prefill's, byte for byte."""
 
-import random
-
 import pytest
-from instance import Instance
 from meeting import Meeting
 from models import model
 from settings import Settings
 
-LONGEST = 1_900
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with Instance(Settings(model("llama"), cores=(1,)), "alone") as instance:
-        yield instance.ready()
+LONGEST = 1_900  # tokens: all of `text`
 
 
 @pytest.fixture(scope="module")
 def meeting():
     with Meeting(Settings(model("llama")), Settings(model("llama"), block=64)) as made:
         yield made.ready()
-
-
-@pytest.fixture(scope="module")
-def text() -> list[int]:
-    drawn = random.Random(7)
-    return [drawn.randrange(256) for _ in range(LONGEST)]
 
 
 @pytest.mark.parametrize("decode_first", [True, False])

@@ -1,10 +1,10 @@
 """Everything that ends a request, with two real engines: each answered in time, nothing held on either side afterwards, the next one right."""
 
-import random
 import signal
 import time
 
 import pytest
+from ask import new_prompt
 from instance import Instance
 from meeting import Meeting
 from models import model
@@ -15,12 +15,6 @@ LOOK = 1.5  # more, for a busy machine; nothing is measured here
 
 
 @pytest.fixture(scope="module")
-def alone():
-    with Instance(Settings(model("llama"), cores=(1,)), "alone") as instance:
-        yield instance.ready()
-
-
-@pytest.fixture(scope="module")
 def meeting():
     with Meeting(Settings(model("llama")), Settings(model("llama"))) as made:
         yield made.ready()
@@ -28,9 +22,7 @@ def meeting():
 
 @pytest.fixture
 def prompt() -> list[int]:
-    """No prefix of it is in any cache."""
-    drawn = random.Random(time.monotonic_ns())
-    return [drawn.randrange(256) for _ in range(1_500)]
+    return new_prompt(1_500)
 
 
 def right_again(meeting: Meeting, alone: Instance, prompt: list[int]) -> None:

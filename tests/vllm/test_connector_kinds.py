@@ -5,9 +5,9 @@ the experts of the MLA model run in bfloat16 only, where chunks of other sizes g
 """
 
 import contextlib
-import random
 
 import pytest
+from ask import prompts_of
 from instance import Instance
 from meeting import Meeting
 from models import model
@@ -26,8 +26,7 @@ LEAST_LAYERS = 4
 
 
 def prompts() -> dict[int, list[int]]:
-    drawn = random.Random(11)
-    text = [drawn.randrange(256) for _ in range(max(LENGTHS))]
+    (text,) = prompts_of([max(LENGTHS)], seed=11)
     return {length: [length % 256, *text][:length] for length in LENGTHS}
 
 
@@ -59,8 +58,7 @@ def test_bytes_are_prefills(kind):
 
 def test_a_block_of_which_a_window_loaded_a_part_is_no_prefix_of_others():
     """600 tokens leave block 2 (256 to 383) loaded from 344 on. 520 tokens that begin alike read it from 264 on: they must not find it."""
-    drawn = random.Random(17)
-    text = [drawn.randrange(256) for _ in range(600)]
+    (text,) = prompts_of([600], seed=17)
     with Meeting(*KINDS["window"]) as meeting:
         meeting.ready()
         meeting.ask("long", text)
@@ -71,11 +69,10 @@ def test_a_block_of_which_a_window_loaded_a_part_is_no_prefix_of_others():
 
 def test_latent_tokens_are_those_that_prefill_would_have_gone_on_with():
     """Chunks of 256, so that prefill computes the last token of these prompts alone, as decode does: the same sums, the same bits."""
-    drawn = random.Random(13)
     with Meeting(*KINDS["mla"]) as meeting:
         meeting.ready()
-        for length in (257, 513, 1_025):
-            prompt = [drawn.randrange(256) for _ in range(length)]
+        for prompt in prompts_of([257, 513, 1_025], seed=13):
+            length = len(prompt)
             to_prefill, to_decode = meeting.parameters()
             meeting.decode.add(f"{length}", prompt, 24, to_decode)
             meeting.prefill.add(f"{length}-p", prompt, 24, to_prefill)

@@ -4,7 +4,6 @@ What a CPU can't show: DCP. vLLM wants attention that gives log-sum-exps to merg
 in vllm/v1/worker/cp_utils.py; can_return_lse_for_decode in vllm/v1/attention/backend.py).
 """
 
-import random
 import secrets
 import sys
 
@@ -13,20 +12,6 @@ from instance import Instance
 from meeting import SECONDS, Meeting, free_ports, kvloom_connector
 from models import model
 from settings import Settings, python_path
-
-LONGEST = 1_100
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with Instance(Settings(model("llama"), cores=(1,)), "alone") as instance:
-        yield instance.ready()
-
-
-@pytest.fixture(scope="module")
-def text() -> list[int]:
-    drawn = random.Random(17)
-    return [drawn.randrange(256) for _ in range(LONGEST)]
 
 
 # ---- both roles, and keys ----

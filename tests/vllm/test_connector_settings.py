@@ -1,26 +1,10 @@
 """Two real engines with settings that are not the default: failed loads fail their request, and decode begins with its first layer."""
 
-import random
-
-import pytest
-from instance import Instance
 from meeting import Meeting
 from models import model
 from settings import Settings
 
 LENGTHS = (1, 65, 128, 129, 300, 900)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with Instance(Settings(model("llama"), cores=(1,)), "alone") as instance:
-        yield instance.ready()
-
-
-@pytest.fixture(scope="module")
-def text() -> list[int]:
-    drawn = random.Random(5)
-    return [drawn.randrange(256) for _ in range(max(LENGTHS))]
 
 
 def test_a_failed_load_fails_its_request_alone(alone, text):

@@ -2,13 +2,12 @@
 
 import dataclasses
 import pathlib
-import random
 import secrets
 import time
 
 import failures
 import pytest
-from ask import complete, stream
+from ask import complete, new_prompt, stream
 from failures import Halves, Row, Way, table
 from harness import Proxy, Server, running, until
 from meeting import free_ports, kvloom_connector
@@ -22,6 +21,7 @@ SLACK = 8.0  # more: seconds for a machine that others use, so a bound on waitin
 GIVEN_MANY = 30  # seconds that the proxy gives each transfer of a soak
 PATIENCE = 120.0  # seconds for what is no question of time
 SEED = 6
+LONGEST = 1_900  # tokens of a prompt: many steps
 COUNTED = {"kvloom_proxy_attempts_total", "kvloom_proxy_retries_total", "kvloom_proxy_decode_alone_total"}
 
 
@@ -57,13 +57,7 @@ def servers():
 
 @pytest.fixture
 def prompt() -> list[int]:
-    return new_prompt()
-
-
-def new_prompt() -> list[int]:
-    """No prefix of it is in any cache."""
-    drawn = random.Random(time.monotonic_ns())
-    return [drawn.randrange(256) for _ in range(1_900)]
+    return new_prompt(LONGEST)
 
 
 def freed_in_time(row: Row, prefill_lives: bool) -> None:
@@ -86,7 +80,7 @@ def test_what_ends_early_is_answered_and_freed(servers, shown, prompt, scenario)
 @pytest.mark.parametrize("scenario", [failures.prefill_never_comes, failures.prefills_client_leaves], ids=lambda scenario: scenario.__name__)
 def test_where_failed_loads_fail_the_client_is_told(servers, shown, scenario):
     for _ in range(5):  # a prefill may be done before its client leaves: then there is nothing to tell, and the answer is right
-        prompt = new_prompt()
+        prompt = new_prompt(LONGEST)
         row = scenario(servers.way(servers.fail), prompt)
         shown(table([row]).splitlines()[-1])
         freed_in_time(row, prefill_lives=True)

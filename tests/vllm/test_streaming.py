@@ -9,10 +9,10 @@ whole prompt, for both; medians of ROUNDS, the two in turn.
 import dataclasses
 import json
 import pathlib
-import random
 import statistics
 import time
 
+from ask import prompts_of
 from instance import Instance
 from meeting import Meeting
 from models import model
@@ -25,8 +25,7 @@ ROUNDS = 5
 
 
 def prompts(seed: int, count: int = ROUNDS) -> list[list[int]]:
-    drawn = random.Random(seed)
-    return [[drawn.randrange(256) for _ in range(PROMPT)] for _ in range(count)]
+    return prompts_of([PROMPT] * count, seed)
 
 
 def milliseconds(times) -> str:

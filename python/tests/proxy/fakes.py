@@ -196,6 +196,26 @@ async def die(seen: Seen) -> web.StreamResponse:
     return web.Response()
 
 
+async def torn(seen: Seen) -> web.StreamResponse:
+    """The connection ends within the stream's second event."""
+    response = await begin(seen, chunk(seen, "a"), b'data: {"half an ev')
+    assert seen.request.transport is not None
+    seen.request.transport.close()
+    return response
+
+
+def held(finish: asyncio.Event) -> Script:
+    """A stream that goes on only when `finish` is set."""
+
+    async def script(seen: Seen) -> web.StreamResponse:
+        response = await begin(seen, chunk(seen, "a"))
+        await finish.wait()
+        await response.write(DONE)
+        return response
+
+    return script
+
+
 def says(status: int, message: str = "no", **headers: str) -> Script:
     """An HTTP error in vLLM's form."""
 

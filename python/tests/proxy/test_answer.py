@@ -10,7 +10,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from .fakes import DONE, USAGE, Seen, answer, begin, chunk, error, hang, rig, says, soon, stream_of
+from .fakes import DONE, USAGE, Seen, answer, begin, chunk, error, hang, rig, says, soon, stream_of, torn
 
 pytestmark = pytest.mark.asyncio
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Was ist ein Webstuhl? 🧵"}]}
@@ -52,12 +52,6 @@ async def test_openai_lists_models() -> None:
 
 
 async def test_openai_understands_errors_before_and_inside_of_a_stream() -> None:
-    async def torn(seen: Seen) -> web.StreamResponse:
-        response = await begin(seen, chunk(seen, "a"), b'data: {"half an ev')
-        assert seen.request.transport is not None
-        seen.request.transport.close()
-        return response
-
     async with rig() as r:
         r.decode[0].script = says(400, "max_tokens is too large")
         with pytest.raises(openai.BadRequestError, match="max_tokens is too large"):
@@ -110,12 +104,6 @@ async def test_each_event_goes_out_when_it_comes() -> None:
 
 
 async def test_a_stream_torn_in_an_event_ends_with_whole_events_and_an_error() -> None:
-    async def torn(seen: Seen) -> web.StreamResponse:
-        response = await begin(seen, chunk(seen, "a"), b'data: {"half an ev')
-        assert seen.request.transport is not None
-        seen.request.transport.close()
-        return response
-
     async with rig() as r:
         r.decode[0].script = torn
         got = await r.post(prompt="hi", stream=True)

@@ -16,7 +16,7 @@ import kvloom.vllm.proxy
 from kvloom.vllm.proxy.server import FORWARDED
 from kvloom.vllm.proxy.wire import DROPPED
 
-from .fakes import DONE, PATIENCE, Seen, answer, begin, chunk, die, hang, in_turn, rig, soon
+from .fakes import DONE, PATIENCE, Seen, answer, begin, chunk, die, hang, held, in_turn, rig, soon
 
 pytestmark = pytest.mark.asyncio
 JSON = {"Content-Type": "application/json"}
@@ -178,15 +178,8 @@ async def test_the_docs_name_every_field_and_route() -> None:
 
 async def test_a_drain_lets_open_requests_end_and_refuses_new_ones() -> None:
     finish = asyncio.Event()
-
-    async def slow(seen: Seen) -> web.StreamResponse:
-        response = await begin(seen, chunk(seen, "a"))
-        await finish.wait()
-        await response.write(DONE)
-        return response
-
     async with rig() as r:
-        r.decode[0].script = slow
+        r.decode[0].script = held(finish)
         async with r.session.post(r.url + "/v1/completions", json={"prompt": "hi", "stream": True}) as response:
             await response.content.readuntil(b"\n\n")
             drain = asyncio.create_task(r.proxy.drain())
@@ -235,15 +228,8 @@ async def test_a_second_signal_cuts_at_once() -> None:
 
 async def test_a_real_process_drains_on_sigterm(tmp_path: Path) -> None:
     finish = asyncio.Event()
-
-    async def slow(seen: Seen) -> web.StreamResponse:
-        response = await begin(seen, chunk(seen, "a"))
-        await finish.wait()
-        await response.write(DONE)
-        return response
-
     async with rig() as r:
-        r.decode[0].script = slow
+        r.decode[0].script = held(finish)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

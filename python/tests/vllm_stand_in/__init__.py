@@ -5,6 +5,7 @@
         replay = Replay(KVLoomConnector, read("chunked"), params={"a": {...}})
         replay.run()                                             raises Differs where the connector breaks the interface
 
+Tests that call in an order of their own do it with what engine.py makes: requests, a scheduler's output, configurations, tensors.
 A recording is a real vLLM 0.32's (tests/vllm/record.py). Releases 0.24 to 0.32 differ from it by what versions.py declares, and by no more.
 What the connector answers must be what was recorded, or vLLM would have gone on in another way; *when* a load or a send ends is free.
 """

@@ -114,11 +114,12 @@ def zeros(*size, dtype=None, device=None):
 
 
 def from_dlpack(array) -> Tensor:
-    """Of an array of bytes, numpy's or one that it can see."""
+    """Of numpy's array, or one that it can see, as it lies there."""
     import numpy
 
     array = numpy.asarray(array)
-    return Tensor(Storage(array.nbytes, array.ctypes.data, array), array.shape, None, DTYPES[str(array.dtype)])
+    stride = tuple(step // array.itemsize for step in array.strides)
+    return Tensor(Storage(array.nbytes, array.ctypes.data, array), array.shape, stride, DTYPES[str(array.dtype)])
 
 
 def module() -> dict[str, types.ModuleType]:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from vllm_stand_in import fake_torch
 from vllm_stand_in.versions import SINCE, Release
 
+TORCH_IS_THERE = importlib.util.find_spec("torch") is not None
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 KVConnectorRole = enum.Enum("KVConnectorRole", {"SCHEDULER": 0, "WORKER": 1})
 STATES = ("WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STREAMING_REQ", "RUNNING", "PREEMPTED",
@@ -232,7 +233,7 @@ class KVCacheTensor:
         return self.layers
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class KVCacheBlock:
     block_id: int
     block_hash: bytes | None = None
@@ -272,32 +273,45 @@ def named(release: Release) -> dict[str, dict]:
     }
 
 
-@contextlib.contextmanager
-def installed(version: str = "0.32.0"):
-    """Within it, `import vllm...` finds the stand-in, as that release. @post modules imported within it are forgotten, so another release can come."""
-    before = dict(sys.modules)
-    made: dict[str, types.ModuleType] = {} if importlib.util.find_spec("torch") else fake_torch.module()
-    for name, content in named(Release(version)).items():
+def made(release: Release) -> dict[str, types.ModuleType]:
+    """The modules by name, each with those below it."""
+    modules: dict[str, types.ModuleType] = {} if TORCH_IS_THERE else fake_torch.module()
+    for name, content in named(release).items():
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             path = ".".join(parts[:depth])
-            if path not in made:
-                made[path] = types.ModuleType(path)
-                made[path].__path__ = []
+            if path not in modules:
+                modules[path] = types.ModuleType(path)
+                modules[path].__path__ = []
                 if depth > 1:
-                    setattr(made[".".join(parts[: depth - 1])], parts[depth - 1], made[path])
-        vars(made[name]).update(content)
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-        del sys.modules[name]
-    sys.modules.update(made)
+                    setattr(modules[".".join(parts[: depth - 1])], parts[depth - 1], modules[path])
+        vars(modules[name]).update(content)
+    return modules
+
+
+# By release: its modules, and those that were imported within it and hold names of them. Another release's would go on with this one's.
+_found: dict[str, dict[str, types.ModuleType]] = {}
+HOLDERS = ("vllm", "kvloom.vllm", "record_connector", *(() if TORCH_IS_THERE else ("torch",)))
+
+
+@contextlib.contextmanager
+def installed(version: str = "0.32.0"):
+    """Within it, `import vllm...` finds the stand-in, as that release.
+
+    What was imported within it, kvloom.vllm too, is gone behind it, and is there again, the same, within the next one of that release: so a
+    file of tests imports within it, its tests run within it (conftest.py: `stand_in`), and neither sees what others import.
+    @pre not within another one."""
+    around = _exchange(_found.get(version) or made(Release(version)))
     try:
         yield
     finally:
-        kept = {name: module for name, module in sys.modules.items() if not _saw_vllm(name, module, made)}
-        sys.modules.clear()
-        sys.modules.update(before | {name: module for name, module in kept.items() if name not in before})
+        _found[version] = _exchange(around)
 
 
-def _saw_vllm(name: str, module, made: dict) -> bool:
-    """The stand-in's own modules, and those that hold names of them: they would go on with this release."""
-    return name in made or name.startswith("kvloom.vllm") or name == "record_connector"
+def _exchange(modules: dict[str, types.ModuleType]) -> dict[str, types.ModuleType]:
+    """@return what was there in their place."""
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if any(f"{name}.".startswith(f"{holder}.") for holder in HOLDERS)}
+    sys.modules.update(modules)
+    if package := modules.get("kvloom.vllm"):
+        sys.modules["kvloom"].vllm = package  # `kvloom.vllm.proxy` is looked up there
+    return before

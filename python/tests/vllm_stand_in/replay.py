@@ -10,12 +10,11 @@ that has nothing else to do, up to `patience` seconds.  Thread: the caller's.
 
 import contextlib
 import dataclasses
-import hashlib
 import threading
 import types
 from typing import Any
 
-from vllm_stand_in import modules
+from vllm_stand_in import engine, modules
 from vllm_stand_in.recording import Call, Recording
 from vllm_stand_in.versions import Release
 
@@ -44,54 +43,6 @@ class Slots(list):
         return len(self)
 
 
-class Request:
-    """vLLM's Request, as a connector reads it. Tokens generated are zeros: only their number was recorded."""
-
-    def __init__(self, said: dict, block: int, params: dict | None):
-        self.request_id, self.prompt_token_ids, self.kv_transfer_params = said["id"], list(said["ids"]), params
-        self.num_prompt_tokens, self.max_tokens, self.arrival_time, self.priority = said["prompt"], 16, 0.0, 0
-        self.sampling_params, self.pooling_params, self.lora_request, self.cache_salt = None, None, None, None
-        self.mm_features: list = []
-        self.block_hashes: list[bytes] = []
-        self._block = block
-        self.update(said)
-
-    def update(self, said: dict) -> "Request":
-        """To the state of a snapshot."""
-        self.num_computed_tokens, self.num_output_tokens, self.num_preemptions = said["computed"], said["outputs"], said["preemptions"]
-        self.num_tokens = said["tokens"]
-        self.status = modules.RequestStatus[said["status"]]
-        self.all_token_ids = self.prompt_token_ids + [0] * self.num_output_tokens
-        self.output_token_ids = self.all_token_ids[self.num_prompt_tokens :]
-        for number in range(len(self.block_hashes), said["hashes"]):
-            before = self.block_hashes[-1] if self.block_hashes else b""
-            tokens = repr(self.all_token_ids[number * self._block : (number + 1) * self._block]).encode()
-            self.block_hashes.append(hashlib.sha256(before + tokens).digest())
-        return self
-
-    def is_finished(self) -> bool:
-        return modules.RequestStatus.is_finished(self.status)
-
-
-class Pool:
-    """vLLM's BlockPool, as far as a connector may count on it: references of its own."""
-
-    def __init__(self, blocks: int):
-        self.num_gpu_blocks, self.blocks = blocks, [modules.KVCacheBlock(number) for number in range(blocks)]
-        self.held: list[int] = []
-
-    def touch(self, blocks) -> None:
-        self.held += [block.block_id for block in blocks]
-
-    def free_blocks(self, ordered_blocks) -> None:
-        for block in ordered_blocks:
-            self.held.remove(block.block_id)
-
-    def evict_blocks(self, block_ids) -> None:
-        for number in block_ids:
-            self.blocks[number].block_hash = None
-
-
 class Replay:
     """One connector class by one recording, as one release. @pre within `installed` of that release."""
 
@@ -101,8 +52,8 @@ class Replay:
         self._params, self._extra, self._patience = params, extra or {}, patience
         self.sides: dict[str, Any] = {}
         self.caches: dict[str, Any] = {}
-        self.requests: dict[str, Request] = {}
-        self.pool: Pool | None = None
+        self.requests: dict[str, engine.Request] = {}
+        self.pool: engine.Pool | None = None
         self.returned: dict[str, dict | None] = {}  # request -> the params that its end gave
         self._metadata: list = []  # made by the scheduler's side, not bound by the worker's yet
         self._output = modules.KVConnectorOutput()
@@ -156,40 +107,24 @@ class Replay:
         said = call.given
         self._said = said
         role = modules.KVConnectorRole[call.side.upper()]
-        self.sides[call.side] = self._connector(self._vllm_config(said), role, self._cache_config(said))
+        config, caches = self._configurations(said)
+        self.sides[call.side] = self._connector(config, role, caches)
 
-    def _vllm_config(self, said: dict) -> types.SimpleNamespace:
-        extra = dict(self._extra)
-        plain = types.SimpleNamespace
-        transfer = plain(
-            kv_role=said["kv_role"], is_kv_producer=said["kv_role"] in ("kv_producer", "kv_both"), kv_connector_extra_config=extra,
-            is_kv_consumer=said["kv_role"] in ("kv_consumer", "kv_both"), engine_id="stand-in", kv_load_failure_policy=said["load_failure"],
-            kv_buffer_device="cpu", kv_ip="127.0.0.1", kv_port=0, get_from_extra_config=lambda name, default: extra.get(name, default),
-        )  # fmt: skip
-        layers = sum(len(group["layers"]) for group in said["groups"])
-        heads = said["groups"][0].get("num_kv_heads", 1)
-        text = plain(architectures=["StandIn"], hidden_size=256, num_hidden_layers=layers)
-        model = plain(model="stand-in", dtype=said["groups"][0].get("dtype"), hf_config=text, hf_text_config=text, max_model_len=2048,
-                      get_total_num_kv_heads=lambda: heads, get_total_num_hidden_layers=lambda: layers)  # fmt: skip
-        names = [name for group in said["groups"] for name in group["layers"]]
-        return plain(
-            kv_transfer_config=transfer, model_config=model, cache_config=plain(block_size=said["block"], enable_prefix_caching=said["prefix_caching"]),
-            parallel_config=plain(tensor_parallel_size=said["tp"], pipeline_parallel_size=said["pp"], rank=0, world_size=said["tp"] * said["pp"],
-                                  decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_rank=0),
-            scheduler_config=plain(max_num_batched_tokens=said["chunk"], async_scheduling=said["async_scheduling"]),
-            compilation_config=plain(static_forward_context={name: plain(isa="vec", impl=plain(isa="vec")) for name in names}),
-        )  # fmt: skip
-
-    def _cache_config(self, said: dict) -> types.SimpleNamespace:
-        groups = []
+    def _configurations(self, said: dict) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
+        """(vLLM's, the caches')"""
+        groups, first = [], said["groups"][0]
         for group in said["groups"]:
             fields = {name: value for name, value in group.items() if name not in ("layers", "spec")}
-            groups.append(modules.KVCacheGroupSpec(list(group["layers"]), modules.SPECS[group["spec"]](**fields)))
-        tensors = [modules.KVCacheTensor(**one) for one in said["tensors"]]
-        return types.SimpleNamespace(num_blocks=said["blocks"], kv_cache_groups=groups, kv_cache_tensors=tensors, kv_cache_layout="LBHNC")
+            groups.append((modules.SPECS[group["spec"]](**fields), list(group["layers"])))
+        config = engine.vllm_config(
+            groups, first.get("num_kv_heads", 1), said["kv_role"], self._extra, tp=said["tp"], pp=said["pp"], dtype=first.get("dtype"),
+            prefix_caching=said["prefix_caching"], chunk=said["chunk"], async_scheduling=said["async_scheduling"],
+            kv_load_failure_policy=said["load_failure"],
+        )  # fmt: skip
+        return config, engine.cache_config(groups, said["blocks"], [modules.KVCacheTensor(**one) for one in said["tensors"]])
 
-    def _pool(self) -> "Pool":
-        self.pool = self.pool or Pool(self._said["blocks"])
+    def _pool(self) -> engine.Pool:
+        self.pool = self.pool or engine.Pool(self._said["blocks"])
         return self.pool
 
     def _bind_kv_cache_manager(self, _call: Call) -> None:
@@ -230,10 +165,10 @@ class Replay:
     def _on_new_request(self, call: Call) -> None:
         said = call.given
         params = said["params"] if self._params is None else self._params.get(said["id"])
-        self.requests[said["id"]] = Request(said, self._said["block"], params)
+        self.requests[said["id"]] = engine.Request(said["id"], said["ids"], params, self._said["block"]).update(said)
         self.sides["scheduler"].on_new_request(self.requests[said["id"]])
 
-    def _request(self, said: dict) -> Request:
+    def _request(self, said: dict) -> engine.Request:
         return self.requests[said["id"]].update(said)
 
     def _get_num_new_matched_tokens(self, call: Call) -> None:
@@ -259,24 +194,16 @@ class Replay:
         self._finished = set(call.given["finished"])
 
     def _scheduler_output(self, said: dict) -> types.SimpleNamespace:
-        plain = types.SimpleNamespace
-        new = [
-            plain(req_id=one["id"], prompt_token_ids=self.requests[one["id"]].prompt_token_ids, block_ids=tuple(one["blocks"]), mm_features=[],
-                  num_computed_tokens=one["computed"], sampling_params=None, lora_request=None)
+        tokens, fields = said["tokens"], {"has_sync_kv_loads": said["sync_loads"]} if self._release.loads_after_layers else {}
+        new = {
+            one["id"]: (tuple(one["blocks"]), one["computed"], tokens[one["id"]], 0, self.requests[one["id"]].prompt_token_ids)
             for one in said["new"]
-        ]  # fmt: skip
-        cached = said["cached"]
-        again = plain(
-            req_ids=[one["id"] for one in cached], resumed_req_ids=set(said["resumed"]), new_token_ids=[], all_token_ids={},
-            new_block_ids=[None if one["blocks"] is None else tuple(one["blocks"]) for one in cached],
-            num_computed_tokens=[one["computed"] for one in cached], num_output_tokens=[one["outputs"] for one in cached], num_reqs=len(cached),
-        )  # fmt: skip
-        fields = {"has_sync_kv_loads": said["sync_loads"]} if self._release.loads_after_layers else {}
-        return plain(
-            scheduled_new_reqs=new, scheduled_cached_reqs=again, num_scheduled_tokens=dict(said["tokens"]), finished_req_ids=set(said["finished"]),
-            total_num_scheduled_tokens=sum(said["tokens"].values()), preempted_req_ids=set(said["preempted"]), scheduled_spec_decode_tokens={},
-            new_block_ids_to_zero=None, kv_connector_block_state=None, **fields,
-        )  # fmt: skip
+        }
+        cached = {
+            one["id"]: (None if one["blocks"] is None else tuple(one["blocks"]), one["computed"], tokens[one["id"]], one["outputs"])
+            for one in said["cached"]
+        }
+        return engine.output(new, cached, said["resumed"], said["preempted"], said["finished"], **fields)
 
     def _update_connector_output(self, _call: Call) -> None:
         output, self._output = self._output, modules.KVConnectorOutput()

@@ -137,6 +137,20 @@ def test_blocks_that_are_kept_unlike_the_recording_are_found_out(tmp_path):
 
 
 def test_the_stand_in_leaves_no_module_behind():
+    before = sys.modules.get("vllm"), sys.modules.get("kvloom.vllm")
     with installed():
         import vllm  # noqa: F401
-    assert "vllm" not in sys.modules or not hasattr(sys.modules["vllm"], "__path__") or sys.modules["vllm"].__path__
+
+        import kvloom.vllm  # noqa: F401
+    assert before == (sys.modules.get("vllm"), sys.modules.get("kvloom.vllm"))
+
+
+def test_what_was_imported_within_a_release_is_there_again_and_in_no_other():
+    def found(release: str):
+        with installed(release):
+            return importlib.import_module("kvloom.vllm.connector"), importlib.import_module("vllm")
+
+    newest, oldest = found("0.32.0"), found("0.24.0")
+    assert newest == found("0.32.0") and oldest == found("0.24.0")
+    assert not set(newest) & set(oldest) and [vllm.__version__ for _, vllm in (newest, oldest)] == ["0.32.0", "0.24.0"]
+    assert "get_transfer_results" in dir(newest[0].base.KVConnectorBase_V1) and "get_transfer_results" not in dir(oldest[0].base.KVConnectorBase_V1)
