@@ -31,6 +31,7 @@ LOOK_EVERY = 0.02  # seconds; finer than what is measured, coarser than what the
 SOON = 60.0  # seconds until a healthy server has done what it is asked, on a busy machine
 DONE = "FINISHED_LENGTH_CAPPED"  # vLLM's RequestStatus of a request that has all its tokens, here while a connector keeps its blocks
 START = 180.0  # seconds until a server that is started anew is healthy; 17 on two idle cores
+WITH_P = "P's blocks went with it"
 LEAVING = 10.0  # seconds until a thread has seen that its socket was shut: at once, but on a busy machine
 # What a server that is killed, hangs or lost its engine does to who asks it: a timeout, a broken connection, an answer of the wrong form.
 TROUBLE = (RuntimeError, OSError, http.client.HTTPException, ValueError, LookupError)
@@ -222,7 +223,7 @@ class Scene:
         if half is not None and half.at is None:
             half.leave()
         if killed:
-            self._notes.append("P's blocks went with it")
+            self._notes.append(WITH_P)
             self._restart_unless(seen["D"] is None)
         outcome = half.outcome if half is not None else "none"
         answered = half.at - since if half is not None and half.at is not None else None
@@ -402,10 +403,14 @@ def table(rows: list[Row]) -> str:
 
     lines = ["| | connector | answer | answered, s | blocks back on P, s | blocks back on D, s | pools as before |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        note = "; ".join(filter(None, [row.note, "" if row.happened else "P or D was done before it happened"]))
-        cells = [
-            row.scenario, row.way, f"{row.outcome[:60]}{f' ({note})' if note else ''}", seconds(row.answered, row.outcome != "none"),
-            seconds(row.prefill_free, "P" in row.looked_at), seconds(row.decode_free, "D" in row.looked_at), "yes" if row.pools_equal else "no",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+        on_p = "with P" if WITH_P in row.note else seconds(row.prefill_free, "P" in row.looked_at)
+        times = [seconds(row.answered, row.outcome != "none"), on_p, seconds(row.decode_free, "D" in row.looked_at)]
+        lines.append("| " + " | ".join([row.scenario, row.way, _answer(row), *times, "yes" if row.pools_equal else "no"]) + " |")
     return "\n".join(lines)
+
+
+def _answer(row: Row) -> str:
+    """What the client got, and what there is to say about it."""
+    outcome = row.outcome[:60] if row.outcome != "none" else "nobody waits" if row.looked_at else ""
+    notes = row.note.removeprefix(WITH_P).replace(f"; {WITH_P}", "").removeprefix("; ")
+    return ": ".join(filter(None, [outcome, notes, "" if row.happened else "P or D was done before it happened"]))

@@ -67,7 +67,7 @@ def test_who_waits_for_ever_is_a_row_and_prefill_is_left_to_the_caller(servers):
     row = failures.killed_while_decode_waits(way(prefill, servers("D", FREE, HELD)), [1])
     assert (row.outcome, row.answered, row.decode_free, row.pools_equal, row.happened) == ("no answer", None, None, False, True)
     assert prefill.started == 0
-    assert "| never | - | never | no |" in failures.table([row])
+    assert "| never | with P | never | no |" in failures.table([row])
 
 
 def test_a_prefill_that_does_not_start_again_takes_nothing_from_what_was_seen(servers):
