@@ -360,7 +360,7 @@ def decodes_client_leaves(way: Way, prompt: Prompt) -> Row:
     if way.decode_first:
         half = ask_decode(way, prompt, halves)
         early = waits(way.decode, half)
-        computes(way.prefill, 1, ask_prefill(way, prompt, halves, answered=False))
+        early = early and computes(way.prefill, 1, ask_prefill(way, prompt, halves, answered=False))
     else:
         half = ask_decode(way, prompt, halves, ask_prefill(way, prompt, halves).params)
         early = known(way.decode, half)
