@@ -50,6 +50,11 @@ class Pool:
     requests: dict[str, int]  # vLLM's RequestStatus -> how many; finished ones stand here while a connector keeps their blocks
 
     @property
+    def held(self) -> int:
+        """Blocks that somebody holds."""
+        return self.blocks - self.free
+
+    @property
     def quiet(self) -> bool:
         """Nothing is held and nobody is known."""
         return self.free == self.blocks and not self.requests
@@ -147,7 +152,7 @@ class Kept:
         return self._report.read_text().splitlines() if self._report.exists() else []
 
     def kill(self) -> None:
-        """SIGKILL to all its processes at once, as a crash of the machine would. @post none of them lives."""
+        """SIGKILL to all its processes at once, as a crash of the machine would. @post none of them lives. @error one does: ServerError."""
         if self._keeper is None:
             return
         all_of_it = descendants(self._keeper.pid)
@@ -156,7 +161,10 @@ class Kept:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._keeper.stdin.close()
-        self._keeper.wait(STOP_DEADLINE)
+        try:
+            self._keeper.wait(STOP_DEADLINE)
+        except subprocess.TimeoutExpired:
+            raise ServerError(f"{self.what} still lives {STOP_DEADLINE:g} s after SIGKILL: {self.processes()}") from None
         remove(files)
 
     def freeze(self) -> None:
@@ -177,10 +185,10 @@ class Kept:
                 ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, deadline: float = ANSWER_DEADLINE) -> dict[str, float]:
         """Its Prometheus metrics, summed over labels: name -> value."""
         found: dict[str, float] = {}
-        for line in _open(f"{self.url}/metrics", timeout=START_DEADLINE).read().decode().splitlines():
+        for line in _open(f"{self.url}/metrics", timeout=deadline).read().decode().splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]

@@ -52,14 +52,16 @@ def test_idle_is_what_is_beyond_a_server_without_a_connector():
 
 
 def test_an_end_has_two_seconds_or_two_more_than_it_was_given():
-    assert ends.holds(row("kvloom", "D asks, P never comes", outcome="tokens", answered=3.9, decode_free=3.9))
-    assert not ends.holds(row("kvloom", "P killed while D waits", outcome="tokens", answered=3.9, decode_free=3.9))
-    assert not ends.holds(row("kvloom", "D's client leaves", prefill_free=2.5, decode_free=0.1))
+    assert ends.holds(row("kvloom", "D asks, P never comes", outcome="tokens", answered=3.9, decode_free=3.9, looked_at="D"))
+    assert not ends.holds(row("kvloom", "P killed while D waits", outcome="tokens", answered=3.9, decode_free=3.9, looked_at="D"))
+    assert not ends.holds(row("kvloom", "D's client leaves", prefill_free=2.5, decode_free=0.1, looked_at="PD"))
     assert not ends.holds(row("kvloom", "D asks, P never comes", outcome="no answer"))
     assert not ends.holds(row("kvloom", "D's client leaves", pools_equal=False))
+    assert not ends.holds(row("kvloom", "D's client leaves", prefill_free=0.1, looked_at="PD"))
+    assert not ends.holds(row("kvloom", "D's client leaves", happened=False))
 
 
 def test_what_a_server_still_holds_stands_in_the_table():
-    shown = report.ends_text([row("mooncake", "P done, D never asks", prefill_free=None, decode_free=0.0, pools_equal=False)])
-    assert "| never |" in shown
+    shown = report.ends_text([row("mooncake", "P done, D never asks", prefill_free=None, looked_at="P", pools_equal=False)])
+    assert "| - | never | - | no |" in shown
     assert "goal" not in shown
