@@ -7,20 +7,28 @@ import os
 import resource
 import types
 
-import fake_vllm
 import pytest
-from fake_vllm import Output, Request
+from vllm_stand_in import installed
+from vllm_stand_in.engine import Request, alike, output, vllm_config
 
 import kvloom
 
-fake_vllm.install()
+with installed():
+    from kvloom.vllm.params import Settings, Transfer
+    from kvloom.vllm.scheduler_side import SchedulerSide
+    from kvloom.vllm.worker_side import WorkerSide, computes_in_parts
 
-from kvloom.vllm.params import Settings, Transfer  # noqa: E402
-from kvloom.vllm.scheduler_side import SchedulerSide  # noqa: E402
-from kvloom.vllm.worker_side import WorkerSide, computes_in_parts  # noqa: E402
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 SAID = {"role": "decode", "transfer": "key", "seconds": 30, "prefill": ["tcp://127.0.0.1:1"]}
 HALF = "\ud800"  # what JSON's "\ud800" is in Python: no UTF-8
+
+
+def _config(**parallel):
+    """`parallel`: more of what stands in the parallel config."""
+    config = vllm_config(alike(2, 16), 4)
+    vars(config.parallel_config).update(parallel)
+    return config
 
 
 # ---- what a request says ----
@@ -49,7 +57,7 @@ def test_such_a_request_fails_alone(params, decodes):
     side.know(request)
     assert side.matched(request, 0) == ((299, True) if decodes else (0, False))
     side.allocated(request, ([1, 2, 3],), 299 if decodes else 0)
-    step = side.build(Output())
+    step = side.build(output())
     assert [load.request for load in step.loads if load.refused] == (["a"] if decodes else []) and not step.offers
     assert not side.finished(request)
 
@@ -61,7 +69,7 @@ def test_an_idle_step_waits_on_any_descriptor():
     """select() knows those below 1024; the worker of a GPU may have more open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    side = WorkerSide(fake_vllm.config(4, 2), None, Settings(), prefills=False, decodes=True)
+    side = WorkerSide(_config(), None, Settings(), prefills=False, decodes=True)
     reading, writing = os.pipe()
     high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1024)
     side.decode = types.SimpleNamespace(open=True, session=high)
@@ -71,7 +79,7 @@ def test_an_idle_step_waits_on_any_descriptor():
 
 
 def test_a_folder_of_traces_that_is_not_there_stops_the_server(tmp_path):
-    config, settings = fake_vllm.config(4, 2), {"trace": str(tmp_path)}
+    config, settings = _config(), {"trace": str(tmp_path)}
     WorkerSide(config, None, Settings.parse(settings, prefills=False), prefills=False, decodes=True)
     with pytest.raises(kvloom.InvalidArgument, match="trace=.*no such folder"):
         WorkerSide(config, None, Settings.parse({"trace": str(tmp_path / "none")}, prefills=False), prefills=False, decodes=True)
@@ -79,4 +87,4 @@ def test_a_folder_of_traces_that_is_not_there_stops_the_server(tmp_path):
 
 def test_a_step_in_parts_is_known():
     parallel = [{}, {"enable_dbo": True}, {"enable_dbo": False, "use_ubatching": True}]
-    assert [computes_in_parts(fake_vllm.config(4, 2, **more)) for more in parallel] == [False, True, True]
+    assert [computes_in_parts(_config(**more)) for more in parallel] == [False, True, True]
