@@ -49,6 +49,12 @@ def test_text_that_is_no_utf8_is_refused(wrong):
         Transfer.parse({"kvloom": SAID | wrong})
 
 
+def test_more_prefill_ranks_than_anybody_has_are_refused():
+    """Each would cost a connection."""
+    with pytest.raises(kvloom.InvalidArgument, match="1025 addresses: wanted one for each prefill rank, at the most 1024"):
+        Transfer.parse({"kvloom": SAID | {"prefill": ["tcp://127.0.0.1:1"] * 1025}})
+
+
 @pytest.mark.parametrize("params", ["a text", ["kvloom"], {"kvloom": SAID | {"transfer": HALF}}], ids=["text", "list", "half a pair"])
 @pytest.mark.parametrize("decodes", [True, False])
 def test_such_a_request_fails_alone(params, decodes):

@@ -93,7 +93,7 @@ def test_prefills_client_leaves_after_the_prompt(meeting, alone, prompt):
     """The proxy may close prefill's request early: what was computed still arrives."""
     to_prefill, to_decode = meeting.parameters()
     meeting.prefill.add("early-p", prompt[:200], 50, to_prefill)  # goes on decoding, which a proxy never asks for
-    time.sleep(0.3)
+    meeting.prefill.pool()  # answered between two steps: the first one has computed the prompt
     meeting.prefill.abort("early-p")
     meeting.decode.add("early", prompt[:200], 12, to_decode)
     assert meeting.decode.ended("early", 30).tokens == alone.tokens(prompt[:200], 12)

@@ -100,6 +100,8 @@ class DecodeSide:
 
     def _fail(self, incoming: Incoming, why: Any) -> None:
         """It could not begin."""
+        if incoming.farewell:
+            return  # nobody waits for it, and there is nothing to load
         logger.error("kvloom: request %s can't be loaded: %s", incoming.load.request, why)
         self._counts.refused += 1
         incoming.failed = True

@@ -15,6 +15,7 @@ from kvloom.errors import InvalidArgument
 PREFILL, DECODE = "prefill", "decode"
 MOST_SECONDS = 86_400.0  # of one transfer; longer is a mistake of units
 LAST_PORT = 65_535
+MOST_RANKS = 1_024  # prefill ranks of one request: each costs a connection
 TRANSPORTS = ("auto", "shm", "cuda")
 LOG_LEVELS = ("", "debug", "info", "warning", "error")
 
@@ -165,6 +166,8 @@ class Transfer:
         addresses = _texts(where + "prefill", said.get("prefill"))
         if not addresses:
             refuse(f"{where}prefill is empty: wanted the control address of each prefill rank")
+        if len(addresses) > MOST_RANKS:
+            refuse(f"{where}prefill has {len(addresses)} addresses: wanted one for each prefill rank, at the most {MOST_RANKS}")
         keys = _texts(where + "prefill_keys", said.get("prefill_keys") or ())
         if keys and len(keys) != len(addresses):
             refuse(f"{where}prefill_keys has {len(keys)} keys for {len(addresses)} addresses")

@@ -95,3 +95,20 @@ async def test_a_status_does_not_take_a_server_out() -> None:
         r.decode[0].script = in_turn(says(500), says(500), answer)
         assert (await r.post(prompt="hi")).status == 500
         assert (await r.post(prompt="hi")).status == 200
+
+
+@pytest.mark.asyncio
+async def test_a_look_that_goes_wrong_is_not_the_last() -> None:
+    async with rig(prefill=1, decode=1) as r:
+        health, looks = r.proxy.health, 0
+
+        async def look() -> None:
+            nonlocal looks
+            looks += 1
+            health._soon.set()
+            if looks == 1:
+                raise RuntimeError("nobody thought of this")
+
+        health.look = look
+        health._soon.set()
+        await until(lambda: looks > 1)

@@ -91,4 +91,7 @@ class Health:
                 async with asyncio.timeout(self._interval):
                     await self._soon.wait()
             self._soon.clear()
-            await self.look()
+            try:
+                await self.look()
+            except Exception as error:  # whatever it is: who is never looked at again stays up, or down, for ever
+                say(logging.ERROR, "health check failed", error=repr(error))
