@@ -33,6 +33,11 @@ const shapes::SharedPlan& two() {
 Driver idle(SessionLimits limits = {}, bool has_payload = false) {
   return Driver(Sender(sender_job(0, limits, has_payload), 0s));
 }
+Driver granted_by_both() {
+  Driver out = idle();
+  for (const std::int32_t target : {0, 1}) out.on(granted(two(), target, {0, 8}));
+  return out;
+}
 Sender::Ready ready(std::int32_t layer, std::int64_t tokens) { return {LayerId(layer), tokens}; }
 Sender::Posted done(std::uint64_t id) { return {SendId(id), {}}; }
 Error lost() { return {Code::unavailable, Scope::peer, "the connection is lost"}; }
@@ -235,9 +240,7 @@ TEST(Sender, ReleasesALayerOnceNobodyReadsIt) {
 }
 
 TEST(Sender, ReleasesALayerThatALostTargetNeedsNoMore) {
-  Driver driver = idle();
-  driver.on(granted(two(), 0, {0, 8}));
-  driver.on(granted(two(), 1, {0, 8}));
+  Driver driver = granted_by_both();
   driver.on(ready(0, 8));
   driver.on(done(1));
   EXPECT_EQ(driver.on(cancel_from(1)), "") << "post 2 reads it still";
@@ -247,9 +250,7 @@ TEST(Sender, ReleasesALayerThatALostTargetNeedsNoMore) {
 // ---- the other ways ----
 
 TEST(Sender, AnswersQuiescedOnceNoPostIsOpen) {
-  Driver driver = idle();
-  driver.on(granted(two(), 0, {0, 8}));
-  driver.on(granted(two(), 1, {0, 8}));
+  Driver driver = granted_by_both();
   driver.on(ready(0, 4));
   driver.on(ready(0, 8));
   EXPECT_EQ(driver.count<Sender::Post>(), 4U);  // 1, 3 to rank 0; 2, 4 to rank 1
@@ -298,9 +299,7 @@ TEST(Sender, IsDoneWhenNoPostIsOpenInWhateverOrderTheyEnd) {
 }
 
 TEST(Sender, StopsALinkWhosePostFailedAndNoOther) {
-  Driver driver = idle();
-  driver.on(granted(two(), 0, {0, 8}));
-  driver.on(granted(two(), 1, {0, 8}));
+  Driver driver = granted_by_both();
   driver.on(ready(0, 8));
   EXPECT_EQ(driver.on(broken(1)), "failed to 200");
   EXPECT_EQ(driver.on(ready(1, 8)), "post 3 to 1: 0/1 [0, 8) last");
@@ -310,9 +309,7 @@ TEST(Sender, StopsALinkWhosePostFailedAndNoOther) {
 }
 
 TEST(Sender, FencesOffWhoIsGoneWhilePostsAreOpen) {
-  Driver driver = idle();
-  driver.on(granted(two(), 0, {0, 8}));
-  driver.on(granted(two(), 1, {0, 8}));
+  Driver driver = granted_by_both();
   driver.on(ready(0, 8));
   EXPECT_EQ(driver.on(Sender::Gone{target_partner(0), lost()}), "fence 200");
   EXPECT_EQ(driver.on(Sender::Gone{target_partner(0), lost()}), "");
@@ -633,17 +630,7 @@ class Life {
   std::set<PartnerId> unanswered_;
 };
 
-TEST(Sender, KeepsItsLawsWhateverHappensAndWalksEveryEdge) {
-  EdgeCounts walked;
-  for (std::uint64_t seed = 0; seed < 6000; ++seed) {
-    SCOPED_TRACE(seed);
-    Life life(seed);
-    life.live();
-    shapes::add_counts(walked, life.counts());
-    if (testing::Test::HasFailure()) return;
-  }
-  EXPECT_EQ(shapes::unwalked(Sender::edges(), walked), "");
-}
+TEST(Sender, KeepsItsLawsWhateverHappensAndWalksEveryEdge) { shapes::live_and_walk_every_edge<Sender, Life>(); }
 
 }  // namespace
 }  // namespace kvloom

@@ -122,6 +122,13 @@ inline Request request(std::int64_t tokens, std::int64_t chunk = 1 << 20, std::i
 class Cluster {
  public:
   explicit Cluster(CacheShape shape, std::uint64_t seed = 1) : shape_(std::move(shape)), world_(seed), random_(seed) {}
+  // With both sides: all prefill ranks, and as many decode ranks as their words have.
+  Cluster(CacheShape shape, const std::string& prefill_words, const std::string& decode_words, std::uint64_t seed = 1)
+      : Cluster(std::move(shape), seed) {
+    add_prefill(prefill_words);
+    add_decode(static_cast<std::size_t>(side(decode_words)->ranks()));
+    describe(decode_words);
+  }
 
   SourceOptions source_options;
   TargetOptions target_options;
@@ -245,6 +252,15 @@ class Cluster {
       for (auto& p : prefill)
         std::ignore =
             p->endpoint->payload(request.key, {std::byte{42}, std::byte{static_cast<unsigned char>(p->endpoint->rank().value)}});
+  }
+
+  // A request from its beginning to its end, in which every wanted byte lands.
+  testing::AssertionResult serves(const Request& request) {
+    begin(request);
+    offer(request);
+    compute_all(request);
+    const auto ended = drive([&] { return over(request); });
+    return ended ? landed(request) : ended;
   }
 
   // ---- what happens ----

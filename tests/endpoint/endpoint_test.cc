@@ -32,10 +32,7 @@ std::vector<Pair> pairs() {
 TEST(Endpoints, MoveAnyShardingToAnyOtherWhileItIsComputed) {
   for (const Pair& pair : pairs())
     for (const bool source_first : {true, false}) {
-      Cluster cluster(pair.shape);
-      cluster.add_prefill(pair.prefill);
-      cluster.add_decode(static_cast<std::size_t>(cluster.side(pair.decode)->ranks()));
-      cluster.describe(pair.decode);
+      Cluster cluster(pair.shape, pair.prefill, pair.decode);
       const Request r = request(37, 10, 5);
       if (source_first) {
         cluster.offer(r);
@@ -52,10 +49,7 @@ TEST(Endpoints, MoveAnyShardingToAnyOtherWhileItIsComputed) {
 }
 
 TEST(Endpoints, TellLayersInOrderWhileLaterOnesAreStillToBeComputed) {
-  Cluster cluster(shapes::mla(4));
-  cluster.add_prefill("tp=1");
-  cluster.add_decode(1);
-  cluster.describe("tp=1");
+  Cluster cluster(shapes::mla(4), "tp=1", "tp=1");
   const Request r = request(8);
   cluster.begin(r);
   cluster.offer(r);
@@ -85,10 +79,7 @@ struct LaterWork final : DeviceWork {
 
 TEST(Endpoints, AGateOpensWithEachLayerAndOnceForAllWithTheEnd) {
   for (const bool cancelled : {false, true}) {
-    Cluster cluster(shapes::mla());
-    cluster.add_prefill("cp=2:layers");
-    cluster.add_decode(1);
-    cluster.describe("tp=1");
+    Cluster cluster(shapes::mla(), "cp=2:layers", "tp=1");
     Request r = request(8);
     const auto gate = std::make_shared<CountingGate>();
     r.gate = gate;
@@ -108,10 +99,7 @@ TEST(Endpoints, AGateOpensWithEachLayerAndOnceForAllWithTheEnd) {
 }
 
 TEST(Endpoints, ALayerLeavesOnceItsDeviceHasComputedIt) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("tp=1");
-  cluster.add_decode(1);
-  cluster.describe("tp=1");
+  Cluster cluster(shapes::mla(), "tp=1", "tp=1");
   const Request r = request(8);
   cluster.begin(r);
   cluster.offer(r);
@@ -130,10 +118,7 @@ TEST(Endpoints, ALayerLeavesOnceItsDeviceHasComputedIt) {
 }
 
 TEST(Endpoints, ManyRequestsAtOnceKeepTheirBytesApart) {
-  Cluster cluster(shapes::gqa(2), 5);
-  cluster.add_prefill("cp=2:layers");
-  cluster.add_decode(2);
-  cluster.describe("dcp=2");
+  Cluster cluster(shapes::gqa(2), "cp=2:layers", "dcp=2", 5);
   std::vector<Request> all;
   for (int i = 0; i < 6; ++i) all.push_back(request(9 + 4 * i, 5, i, "req-" + std::to_string(i)));
   for (const Request& r : all) {
@@ -148,17 +133,10 @@ TEST(Endpoints, ManyRequestsAtOnceKeepTheirBytesApart) {
 }
 
 TEST(Endpoints, APayloadRidesWithCompletion) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("cp=2:layers");
-  cluster.add_decode(1);
-  cluster.describe("tp=1");
+  Cluster cluster(shapes::mla(), "cp=2:layers", "tp=1");
   Request r = request(12);
   r.payload = true;
-  cluster.begin(r);
-  cluster.offer(r);
-  cluster.compute_all(r);
-  ASSERT_TRUE(cluster.drive([&] { return cluster.over(r); }));
-  EXPECT_TRUE(cluster.landed(r));
+  ASSERT_TRUE(cluster.serves(r));
   const auto& payloads = cluster.decode[0]->find<TargetEnded>(r.key)->payloads;
   ASSERT_EQ(payloads.size(), 2U);
   for (const auto& [rank, bytes] : payloads)
@@ -170,10 +148,7 @@ TEST(Endpoints, APayloadRidesWithCompletion) {
 // A write was reported done before its bytes were visible; with five transfers at once to one peer bytes were damaged.
 TEST(Cases, Case23_WhatIsToldAsLandedIsThereInThatMoment) {
   for (const std::uint64_t seed : {1U, 2U, 3U}) {
-    Cluster cluster(shapes::gqa(2), seed);  // the transport delivers in any order that it may
-    cluster.add_prefill("tp=2");
-    cluster.add_decode(1);
-    cluster.describe("tp=1");
+    Cluster cluster(shapes::gqa(2), "tp=2", "tp=1", seed);  // the transport delivers in any order that it may
     std::vector<Request> all;
     for (int i = 0; i < 5; ++i) all.push_back(request(14 + i, 5, 0, "req-" + std::to_string(i)));
     for (const Request& r : all) {
@@ -210,10 +185,7 @@ TEST(Cases, Case23_WhatIsToldAsLandedIsThereInThatMoment) {
 
 // The source evicted pages before the asynchronous sender had read them.
 TEST(Cases, Case33_ASourcesPagesAreKeptWhileTheyAreRead) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("tp=1");
-  cluster.add_decode(1);
-  cluster.describe("tp=1");
+  Cluster cluster(shapes::mla(), "tp=1", "tp=1");
   const Request r = request(16);
   auto& p = *cluster.prefill[0];
   cluster.begin(r);
@@ -230,10 +202,7 @@ TEST(Cases, Case33_ASourcesPagesAreKeptWhileTheyAreRead) {
 
 // Several layers share one buffer: the next one overwrote it while the one before was still being sent.
 TEST(Cases, Case35_ALayersPagesMayBeOverwrittenOnceItIsReleased) {
-  Cluster cluster(shapes::mla(5));
-  cluster.add_prefill("tp=1");
-  cluster.add_decode(2);
-  cluster.describe("dcp=2");
+  Cluster cluster(shapes::mla(5), "tp=1", "dcp=2");
   const Request r = request(24);
   auto& p = *cluster.prefill[0];
   cluster.begin(r);
@@ -302,10 +271,7 @@ TEST(Endpoints, ADecodeGroupChangesItsShardingBetweenTwoRequests) {
 // ---- ends ----
 
 TEST(Endpoints, ACancelledTransferGivesBackItsPagesOnBothSides) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("cp=2:layers");
-  cluster.add_decode(2);
-  cluster.describe("dcp=2");
+  Cluster cluster(shapes::mla(), "cp=2:layers", "dcp=2");
   const Request r = request(16);
   cluster.begin(r);
   cluster.offer(r);
@@ -319,11 +285,7 @@ TEST(Endpoints, ACancelledTransferGivesBackItsPagesOnBothSides) {
     EXPECT_THAT(p->find<SourceEnded>(r.key)->why.message, testing::HasSubstr("its user left"));
   }
   Request next = request(16, 4, 0, "next");
-  cluster.begin(next);
-  cluster.offer(next);
-  cluster.compute_all(next);
-  ASSERT_TRUE(cluster.drive([&] { return cluster.over(next); }));
-  EXPECT_TRUE(cluster.landed(next));
+  EXPECT_TRUE(cluster.serves(next));
 }
 
 TEST(Endpoints, WhatAllDecodeRanksHadLeftBeforeItWasOfferedIsOverAtOnce) {
@@ -348,10 +310,7 @@ TEST(Endpoints, WhatAllDecodeRanksHadLeftBeforeItWasOfferedIsOverAtOnce) {
 }
 
 TEST(Endpoints, AnEngineThatPreemptsFailsItsTargetsWithItsReason) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("cp=2:layers");
-  cluster.add_decode(1);
-  cluster.describe("tp=1");
+  Cluster cluster(shapes::mla(), "cp=2:layers", "tp=1");
   const Request r = request(16);
   cluster.begin(r);
   cluster.offer(r);
@@ -363,10 +322,7 @@ TEST(Endpoints, AnEngineThatPreemptsFailsItsTargetsWithItsReason) {
 }
 
 TEST(Endpoints, NameWhoDidNotAnswerWhenTimeIsUp) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("cp=2:layers");
-  cluster.add_decode(1);
-  cluster.describe("tp=1");
+  Cluster cluster(shapes::mla(), "cp=2:layers", "tp=1");
   cluster.prefill[1]->endpoint.reset();
   Request r = request(16);
   r.time = 300ms;
@@ -380,10 +336,7 @@ TEST(Endpoints, NameWhoDidNotAnswerWhenTimeIsUp) {
 }
 
 TEST(Endpoints, ARestartedPrefillRankIsServedUnderItsNewIncarnation) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("cp=2:layers");
-  cluster.add_decode(2);
-  cluster.describe("dcp=2");
+  Cluster cluster(shapes::mla(), "cp=2:layers", "dcp=2");
   const Request before = request(16);
   cluster.begin(before);
   cluster.offer(before);
@@ -404,11 +357,7 @@ TEST(Endpoints, ARestartedPrefillRankIsServedUnderItsNewIncarnation) {
     EXPECT_THAT(d->find<TargetEnded>(before.key)->why.message, testing::HasSubstr("prefill rank 1"));
   }
   const Request after = request(16, 4, 0, "after");
-  cluster.begin(after);
-  cluster.offer(after);
-  cluster.compute_all(after);
-  ASSERT_TRUE(cluster.drive([&] { return cluster.over(after); }));
-  EXPECT_TRUE(cluster.landed(after));
+  EXPECT_TRUE(cluster.serves(after));
 }
 
 TEST(Endpoints, ADecodeRankThatDiesCostsItsOwnTransfersOnly) {

@@ -288,4 +288,18 @@ inline void add_counts(EdgeCounts& sum, const EdgeCounts& more) {
   for (std::size_t i = 0; i < more.size(); ++i) sum[i] += more[i];
 }
 
+// Many lives, each of a seed, that keep the laws which Life checks as it lives; between them they walk every edge of the machine.
+template <class Machine, class Life>
+void live_and_walk_every_edge() {
+  EdgeCounts walked;
+  for (std::uint64_t seed = 0; seed < 6000; ++seed) {
+    SCOPED_TRACE(seed);
+    Life life(seed);
+    life.live();
+    add_counts(walked, life.counts());
+    if (testing::Test::HasFailure()) return;
+  }
+  EXPECT_EQ(unwalked(Machine::edges(), walked), "");
+}
+
 }  // namespace kvloom::shapes

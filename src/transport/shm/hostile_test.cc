@@ -85,15 +85,28 @@ class HostilePeer : public testing::Test {
     side_.transport = *ShmTransport::make({{.listen = "*"}});
     memory_.assign(4096, std::byte{7});
     region_ = *side_.transport->register_memory(memory_);
+  }
+
+  // Another peer has greeted, and the one before is gone.
+  void greet() {
+    const auto ups = side_.count<PeerUp>();
     hostile_ = std::make_unique<Hostile>(side_.transport->address());
+    hostile_->greet();
+    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > ups; }));
+    peer_ = side_.all<PeerUp>().back().peer;
   }
 
   // Greeted, and its tag admitted.
   void meet() {
-    hostile_->greet();
-    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > 0; }));
-    peer_ = side_.all<PeerUp>()[0].peer;
+    greet();
     ASSERT_TRUE(side_.transport->admit(peer_, kTag));
+  }
+
+  // Met; and a write of this many runs has begun, from region 1 of its own, into `region_`.
+  void begin_write(std::uint64_t runs) {
+    meet();
+    hostile_->offer(1, Bytes(4096), 4096);
+    hostile_->begin_write(0, 1, region_.id().value, runs);
   }
 
   // What the transport found wrong; the rest of it goes on, and no memory was touched.
@@ -111,9 +124,7 @@ class HostilePeer : public testing::Test {
 };
 
 TEST_F(HostilePeer, CanWriteWhatItMay) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 1);
+  begin_write(1);
   hostile_->put_run(0, 0, 4096);
   EXPECT_TRUE(drive({&side_}, [&] { return memory_[4095] == std::byte{0}; }));
 }
@@ -146,25 +157,19 @@ TEST_F(HostilePeer, IsDroppedBeforeItIsUpIfItsGreetingIsWrong) {
 }
 
 TEST_F(HostilePeer, CannotWriteOutsideOfARegion) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 1);
+  begin_write(1);
   hostile_->put_run(0, 4000, 97);
   EXPECT_THAT(verdict(), HasSubstr("the peer's run: target bytes [4000, 4097) are outside of the region's [0, 4096)"));
 }
 
 TEST_F(HostilePeer, CannotReadOutsideOfItsOwn) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 1);
+  begin_write(1);
   hostile_->put_run(4096, 0, 1);
   EXPECT_THAT(verdict(), HasSubstr("the peer's run: source bytes [4096, 4097)"));
 }
 
 TEST_F(HostilePeer, CannotOverflowOurSums) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 1);
+  begin_write(1);
   hostile_->put_run(0, 8, 8, std::numeric_limits<std::int64_t>::max(), 0, -8);
   EXPECT_THAT(verdict(), HasSubstr("does not fit 64 bits"));
 }
@@ -195,9 +200,7 @@ TEST_F(HostilePeer, CannotWriteFromMemoryThatItNeverOffered) {
 }
 
 TEST_F(HostilePeer, CannotWithdrawMemoryThatAWriteReads) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 2);
+  begin_write(2);
   for (int i = 0; i < 10; ++i) side_.poll();
   hostile_->send({Kind::withdraw, 0, 1, 0, 0});
   for (int i = 0; i < 10; ++i) side_.poll();
@@ -219,17 +222,13 @@ TEST_F(HostilePeer, CannotSkipAnOperation) {
 }
 
 TEST_F(HostilePeer, CannotPutSomethingElseWhereARunShouldBe) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 1);
+  begin_write(1);
   hostile_->begin_write(1, 1, region_.id().value, 1);
   EXPECT_THAT(verdict(), HasSubstr("slot 1 is of kind 1, where a run should be"));
 }
 
 TEST_F(HostilePeer, CanPackRunsThatItMay) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 3);
+  begin_write(3);
   hostile_->put_run(1024, 1024, 1024);
   hostile_->put_pack(2, {{-1, -1}, {2, 1}}, 10);
   EXPECT_TRUE(drive({&side_}, [&] { return memory_[0] == std::byte{0} && memory_[3071] == std::byte{0}; }));
@@ -237,17 +236,13 @@ TEST_F(HostilePeer, CanPackRunsThatItMay) {
 }
 
 TEST_F(HostilePeer, CannotPackRunsBeforeThereIsOne) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 2);
+  begin_write(2);
   hostile_->put_pack(2, {{0, 0}, {1, 1}});
   EXPECT_THAT(verdict(), HasSubstr("slot 1 is of kind 4, where a run should be"));
 }
 
 TEST_F(HostilePeer, CannotPackARunOutsideOfTheMemory) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
-  hostile_->begin_write(0, 1, region_.id().value, 2);
+  begin_write(2);
   hostile_->put_run(0, 0, 1024);
   hostile_->put_pack(1, {{3, 4}}, 10);
   EXPECT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > 0; }));
@@ -259,28 +254,23 @@ TEST_F(HostilePeer, CannotPackARunOutsideOfTheMemory) {
 // What a poll leaves of a slot is read again: what stands there then is checked anew.
 TEST_F(HostilePeer, CannotChangeASlotThatIsHalfTaken) {
   for (const bool fewer : {true, false}) {
-    Hostile peer(side_.transport->address());
-    peer.greet();
-    const auto ups = side_.count<PeerUp>(), downs = side_.count<PeerDown>();
-    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > ups; }));
-    ASSERT_TRUE(side_.transport->admit(side_.all<PeerUp>().back().peer, kTag));
-    peer.offer(1, Bytes(4096), 4096);
-    peer.begin_write(0, 1, region_.id().value, 8);
-    peer.put_run(0, 0, 256);
-    peer.put_pack(7, {{0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}, {0, 6}, {0, 7}}, 8);
+    const auto downs = side_.count<PeerDown>();
+    begin_write(8);
+    hostile_->put_run(0, 0, 256);
+    hostile_->put_pack(7, {{0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}, {0, 6}, {0, 7}}, 8);
     memory_.assign(4096, std::byte{7});
     ASSERT_TRUE(drive({}, [&] {
       side_.poll({.copy = Bytes(300)});
       return memory_[3 * 256] == std::byte{0};
     }));
     ASSERT_EQ(memory_[6 * 256], std::byte{7}) << "it is half taken";
-    peer.change_last(fewer ? shm::PackSlot{static_cast<std::uint32_t>(SlotKind::pack), 1, 8, 8, 0, {}}
-                           : shm::PackSlot{static_cast<std::uint32_t>(SlotKind::pack),
-                                           7,
-                                           8,
-                                           8,
-                                           0,
-                                           {{{0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}}}});
+    hostile_->change_last(fewer ? shm::PackSlot{static_cast<std::uint32_t>(SlotKind::pack), 1, 8, 8, 0, {}}
+                                : shm::PackSlot{static_cast<std::uint32_t>(SlotKind::pack),
+                                                7,
+                                                8,
+                                                8,
+                                                0,
+                                                {{{0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}, {0, 99}}}});
     ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > downs; }));
     EXPECT_THAT(to_string(side_.all<PeerDown>().back().reason), HasSubstr(fewer ? "packs 1 runs" : "are outside of the region"));
     EXPECT_EQ(memory_[7 * 256], std::byte{7});
@@ -288,18 +278,11 @@ TEST_F(HostilePeer, CannotChangeASlotThatIsHalfTaken) {
 }
 
 TEST_F(HostilePeer, CannotPackMoreThanFollows) {
-  meet();
-  hostile_->offer(1, Bytes(4096), 4096);
   for (const auto& [count, shift] : {std::pair(3, 0), std::pair(8, 0), std::pair(0, 0), std::pair(2, 40)}) {
-    Hostile peer(side_.transport->address());
-    peer.greet();
-    const auto ups = side_.count<PeerUp>(), downs = side_.count<PeerDown>();
-    ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > ups; }));
-    ASSERT_TRUE(side_.transport->admit(side_.all<PeerUp>().back().peer, kTag));
-    peer.offer(1, Bytes(4096), 4096);
-    peer.begin_write(0, 1, region_.id().value, 3);
-    peer.put_run(0, 0, 1);
-    peer.put_pack(static_cast<std::uint8_t>(count), {{0, 1}, {0, 2}, {0, 3}}, static_cast<std::uint8_t>(shift));
+    const auto downs = side_.count<PeerDown>();
+    begin_write(3);
+    hostile_->put_run(0, 0, 1);
+    hostile_->put_pack(static_cast<std::uint8_t>(count), {{0, 1}, {0, 2}, {0, 3}}, static_cast<std::uint8_t>(shift));
     ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerDown>() > downs; }));
     EXPECT_THAT(to_string(side_.all<PeerDown>().back().reason),
                 HasSubstr(fmt::format("packs {} runs in units of 2^{} and 2^{} bytes, where 2 may follow", count, shift, shift)));
@@ -308,8 +291,7 @@ TEST_F(HostilePeer, CannotPackMoreThanFollows) {
 
 // The base of a refused write is not checked; what is packed after it must not be worked out from it.
 TEST_F(HostilePeer, CannotOverflowARefusedWrite) {
-  hostile_->greet();
-  ASSERT_TRUE(drive({&side_}, [&] { return side_.count<PeerUp>() > 0; }));
+  greet();
   hostile_->offer(1, Bytes(4096), 4096);
   hostile_->begin_write(0, 1, region_.id().value, 3);  // its tag is not admitted
   hostile_->put_run(std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::max(), 1);
