@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bench_vllm_peers.sh [arguments of tests/vllm/peers]: kvloom beside vLLM's own NixlConnector and MooncakeConnector, in real vLLM servers on this
 # machine's CPU: what becomes of requests whose other half dies, the idle cost, time to first token (tests/vllm/peers). Installs vLLM, kvloom and the
-# peers first, once (install_vllm.sh, install_peers.sh). Ten to fifteen minutes on 2 cores with 24 GiB; figures only count where nothing else runs. The
+# peers first, once (install_vllm.sh, install_peers.sh). Half an hour or more on 2 cores with 24 GiB; figures only count where nothing else runs. The
 # table is printed, and written with all samples to build/bench-vllm-peers.json. KVLOOM_PACKAGES names an installed kvloom that is used as it is.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh

@@ -1,7 +1,7 @@
 """python -m peers [--only idle,ttft,ends] [--connectors kvloom,nixl,mooncake] [--rounds N] [--model KIND] [--json FILE]
 
 kvloom beside vLLM's NixlConnector and MooncakeConnector, and beside one server without a connector. Run by scripts/bench_vllm_peers.sh, which installs
-what it needs; ten to fifteen minutes on 2 cores with 24 GiB that have nothing else to do.
+what it needs; half an hour or more on 2 cores with 24 GiB that have nothing else to do.
 """
 
 import argparse

@@ -7,7 +7,7 @@ Whatever a connector does, each scenario ends and leaves a row:
   - servers that can't be started again leave "not seen" in the rows that are missing.
 Where the time goes: two servers are started in 25 s on two idle cores, one in 20, most of it three imports of torch and vLLM a server (its HTTP
 server, its engine and its worker are each a new interpreter), and in several times that where others compile. A row with "never" costs the patience
-and such a start; one whose P is killed costs P's. So a connector that lets go in two rows of seven takes five minutes with patience 20, and much
+and such a start; one whose P is killed costs P's. So Mooncake, which lets go in one row of seven, takes under five minutes with patience 20, and much
 more on a busy machine: each start is told, so that nobody takes it for a hang.
 One connector after the other: NIXL's spinning workers would take the others' cores.
 """
