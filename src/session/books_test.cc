@@ -166,6 +166,29 @@ TEST(SourceBook, WaitsForWhoHasNotLeft) {
   EXPECT_EQ(source.book().open(), 1U) << "no grant of rank 1 has come: whether it takes part is not known";
 }
 
+TEST(SourceBook, WaitsForNobodyWhereTheSidesDoNotFit) {
+  const Cancel whole{key(), Rank(1), "another model", true};
+  Source offered, not_yet;
+  offered.offer();
+  EXPECT_EQ(offered.hears(PartnerId(77), whole), "req#1: end cancelled; req#1: release; to 77: quiesced req#1 source=0");
+  EXPECT_EQ(not_yet.hears(PartnerId(77), whole), "to 77: quiesced req#1 source=0");
+  EXPECT_EQ(not_yet.offer(), "req#1: end cancelled; req#1: release");
+  EXPECT_EQ(not_yet.offer(key(2)), "") << "that transfer only";
+}
+
+TEST(SourceBook, IsNotToldByAStrangerThatTheSidesDoNotFit) {
+  const Cancel whole{key(), Rank(1), "not mine", true};
+  Source source, early;
+  source.offer();
+  source.grant(0);
+  EXPECT_EQ(source.hears(PartnerId(77), whole), "to 77: quiesced req#1 source=0");
+  EXPECT_EQ(source.tell(ready(0, 8)), "req#1: post 1 to 0: 0/0 [0, 8)") << "somebody has granted it";
+  early.grant(0);
+  early.hears(PartnerId(77), whole);
+  early.offer();
+  EXPECT_EQ(early.book().open(), 1U);
+}
+
 TEST(SourceBook, LetsNobodyCancelAnEarlyGrantOfAnother) {
   Source source;
   source.grant(0);

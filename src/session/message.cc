@@ -15,7 +15,8 @@ std::string text(const Failed& m) {
                      printable(m.reason));
 }
 std::string text(const Cancel& m) {
-  return fmt::format("cancel {} target={} reason=\"{}\"", to_string(m.key), m.target.value, printable(m.reason));
+  return fmt::format("cancel {}{} target={} reason=\"{}\"", m.whole ? "whole " : "", to_string(m.key), m.target.value,
+                     printable(m.reason));
 }
 std::string text(const Quiesced& m) { return fmt::format("quiesced {} source={}", to_string(m.key), m.source.value); }
 

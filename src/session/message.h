@@ -89,6 +89,7 @@ struct Cancel {
   TransferKey key;
   Rank target;
   std::string reason;
+  bool whole = false;  // not only for this rank: the transfer can't be, and no other rank need be waited for
   friend bool operator==(const Cancel&, const Cancel&) = default;
 };
 // Source to target: nothing of mine can land for this transfer any more.

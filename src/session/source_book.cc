@@ -36,6 +36,7 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
   for (const auto& [from, cancel, grant] : left)
     if (const auto plan = grant == nullptr ? plans_.end() : plans_.find(grant->digest); plan != plans_.end())
       tell(key, Sender::Granted{from, grant, plan->second, now}, now, actions);
+  if (const auto unfit = unfit_.find(key); unfit != unfit_.end()) refuse(key, unfit->second, now, actions);
   return {};
 }
 
@@ -176,6 +177,11 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
 }
 
 void SourceBook::cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions) {
+  if (cancel.whole) {
+    refuse(cancel.key, fmt::format("decode rank {}: {}", cancel.target.value, cancel.reason), now, actions);
+    actions.emplace_back(SendTo{from, Quiesced{cancel.key, rank_}});
+    return;
+  }
   if (const auto at = senders_.find(cancel.key); at != senders_.end())
     return step(at, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
   std::shared_ptr<const Grant> grant;
@@ -214,6 +220,18 @@ void SourceBook::remember_cancel(PartnerId from, const Cancel& cancel, std::shar
   eldest->second.erase(eldest->second.begin());
   if (eldest->second.empty()) cancelled_.erase(eldest);
   cancelled_order_.pop_front();
+}
+
+void SourceBook::refuse(const TransferKey& key, const std::string& why, Instant now, std::vector<Action>& actions) {
+  if (const auto at = senders_.find(key); at != senders_.end()) {
+    if (at->second.state() == Sender::State::waiting) step(at, Sender::CancelAsked{why}, now, actions);
+    return;
+  }
+  if (ended_.contains(key) || !unfit_.emplace(key, why).second) return;
+  unfit_order_.push_back(key);
+  if (unfit_order_.size() <= kRemembered) return;
+  unfit_.erase(unfit_order_.front());
+  unfit_order_.pop_front();
 }
 
 void SourceBook::gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions) {

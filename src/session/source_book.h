@@ -46,6 +46,8 @@ class SourceBook {
   // An event of one transfer; of one that is over: nothing.
   void tell(const TransferKey& key, const Sender::Event& event, Instant now, std::vector<Action>& actions);
   void message(PartnerId from, const Message& message, Instant now, std::vector<Action>& actions);
+  // The transfer can't be: the two sides do not fit. Offered later, it is over at once. But where somebody has granted it, that was a stranger.
+  void refuse(const TransferKey& key, const std::string& why, Instant now, std::vector<Action>& actions);
   void gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions);
   void time(Instant now, std::vector<Action>& actions);
 
@@ -99,7 +101,9 @@ class SourceBook {
   // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life. Their grants
   // are kept, since they say which ranks take part: a sender whose targets have all left is over as soon as it is offered.
   std::map<TransferKey, std::vector<Refused>> cancelled_;
-  std::deque<TransferKey> cancelled_order_;  // one for each entry, the eldest first
+  std::deque<TransferKey> cancelled_order_;   // one for each entry, the eldest first
+  std::map<TransferKey, std::string> unfit_;  // refused before they were offered, and why
+  std::deque<TransferKey> unfit_order_;
 };
 
 }  // namespace kvloom

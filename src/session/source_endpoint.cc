@@ -319,9 +319,10 @@ Expected<SourceEndpoint::RemoteCache> SourceEndpoint::read_geometry(const Link& 
 void SourceEndpoint::message(Link& link, const Message& message) {
   if (const auto* granted = std::get_if<Grant>(&message)) return grant(link, *granted);
   if (const auto* cancelled = std::get_if<Cancel>(&message)) {
-    const bool is_its_own = std::any_of(link.geometries.begin(), link.geometries.end(), [&](const auto& geometry) {
-      return geometry.second && geometry.second->rank == cancelled->target;
-    });
+    const bool is_its_own =
+        cancelled->whole || std::any_of(link.geometries.begin(), link.geometries.end(), [&](const auto& geometry) {
+          return geometry.second && geometry.second->rank == cancelled->target;
+        });
     if (!is_its_own) {  // a rank that it has never told of: nothing of ours can land for it
       return say(link, Quiesced{cancelled->key, cache_.rank});
     }
@@ -338,7 +339,12 @@ void SourceEndpoint::grant(Link& link, const Grant& grant) {
   };
   if (link.granted.size() >= kMaxGranted && !link.granted.contains(grant.key))
     return refuse({Code::exhausted, Scope::transfer, fmt::format("{} grants of this rank are open, the most", kMaxGranted)});
-  if (auto known = learn_plan(link, grant); !known) return refuse(known.error());
+  if (auto known = learn_plan(link, grant); !known) {
+    refuse(known.error());
+    std::vector<SourceBook::Action> actions;
+    book_.refuse(grant.key, fmt::format("decode rank {}: {}", grant.target.value, known.error().message), now(), actions);
+    return obey(actions);
+  }
   telemetry_.granted();
   if (!link.granted.contains(grant.key)) link.granted.emplace(grant.key, Granted{now() + grant.time_left, {}});
   if (!link.warm) warm_up(link, grant);

@@ -9,6 +9,8 @@ namespace kvloom {
 namespace {
 
 constexpr std::chrono::minutes kKeptUnused{10};  // a connection that nobody uses
+constexpr std::chrono::seconds kMeeting{
+    1};  // sides that do not fit: for the other prefill ranks to connect, so that all are told
 
 }  // namespace
 
@@ -278,11 +280,29 @@ void TargetEndpoint::start_waiting() {
     for (const SourceAddress& source : waiting.want.sources)
       if (Link& link = links_.at(source); link.at == Link::At::idle) greet(link);
     const auto started = try_start(waiting.want, waiting.until);
-    if (!started)
+    if (!started && !is_met(waiting.want) && now() < waiting.begun + kMeeting) {
+      untold_ = true;  // the others want to be told as well: again with the next pulse
+    } else if (!started) {
+      refuse(waiting.want, started.error());
       fail_waiting(key, Outcome::failed, {started.error().code, Scope::transfer, started.error().message});
-    else if (*started)
+    } else if (*started) {
       waiting_.erase(key);
+    }
   }
+}
+
+bool TargetEndpoint::is_met(const Want& want) const {
+  return std::all_of(want.sources.begin(), want.sources.end(),
+                     [&](const SourceAddress& source) { return links_.at(source).at == Link::At::up; });
+}
+
+// Prefill would wait for our grant as long as it was given.
+void TargetEndpoint::refuse(const Want& want, const Error& why) {
+  const auto described = geometries_.find(want.geometry);
+  const Rank rank = described == geometries_.end() ? Rank(0) : described->second.cache.rank;
+  const auto said = encoder_.encode(Cancel{want.key, rank, std::string(cut_reason(why.message)), true});
+  for (const SourceAddress& source : want.sources)
+    if (Link& link = links_.at(source); link.at == Link::At::up) note_sent(link.socket->send(said));
 }
 
 // The geometry of the prefill ranks that are connected, if any is; they have to agree.

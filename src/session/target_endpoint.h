@@ -151,6 +151,8 @@ class TargetEndpoint {
   Expected<void> check_geometry(const Described& described, GeometryId id) const;
   static Expected<void> check_memory(const LocalCache& cache, const Plan& plan);
   ReceiverJob job_of(const Want& want, const LocalCache& cache, const KnownPlan& plan, Instant until);
+  void refuse(const Want& want, const Error& why);
+  bool is_met(const Want& want) const;
   void fail_waiting(const TransferKey& key, Outcome outcome, Error why);
   std::string missing(const Want& want) const;
   bool is_wanted(const Link& link) const;

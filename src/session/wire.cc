@@ -64,7 +64,7 @@ Offset<wire::Failed> write(FlatBufferBuilder& to, const Failed& failed) {
   return wire::CreateFailed(to, static_cast<wire::FailCode>(failed.code), to.CreateString(cut_reason(failed.reason)));
 }
 Offset<wire::Cancel> write(FlatBufferBuilder& to, const Cancel& cancel) {
-  return wire::CreateCancel(to, to.CreateString(cut_reason(cancel.reason)));
+  return wire::CreateCancel(to, to.CreateString(cut_reason(cancel.reason)), cancel.whole);
 }
 Offset<wire::Quiesced> write(FlatBufferBuilder& to, const Quiesced&) { return wire::CreateQuiesced(to); }
 
@@ -152,7 +152,7 @@ Expected<Message> read(TransferKey key, Rank source, const wire::Failed& from) {
 Expected<Message> read(TransferKey key, Rank target, const wire::Cancel& from) {
   auto reason = read_reason(key, *from.reason());
   if (!reason) return tl::unexpected(reason.error());
-  return Cancel{std::move(key), target, std::move(*reason)};
+  return Cancel{std::move(key), target, std::move(*reason), from.whole()};
 }
 
 Expected<Rank> read_rank(std::int32_t from) {

@@ -77,8 +77,12 @@ Grant small_grant() {
 }
 
 std::vector<Message> one_of_each() {
-  return {small_grant(), Accepted{key(), Rank(3)}, Failed{key(), Rank(3), Code::exhausted, "no pinned memory is left"},
-          Cancel{key(), Rank(1), "the client went away"}, Quiesced{key(), Rank(3)}};
+  return {small_grant(),
+          Accepted{key(), Rank(3)},
+          Failed{key(), Rank(3), Code::exhausted, "no pinned memory is left"},
+          Cancel{key(), Rank(1), "the client went away"},
+          Cancel{key(), Rank(1), "another model", true},
+          Quiesced{key(), Rank(3)}};
 }
 
 std::string generated_words(std::size_t least, std::size_t most) {
@@ -111,7 +115,7 @@ Message generated_message() {
     case 0: return generated_grant(key, rank);
     case 1: return Accepted{key, rank};
     case 2: return Failed{key, rank, static_cast<Code>(*rc::gen::inRange(0, 10)), generated_words(0, kMaxReason)};
-    case 3: return Cancel{key, rank, generated_words(0, kMaxReason)};
+    case 3: return Cancel{key, rank, generated_words(0, kMaxReason), *rc::gen::arbitrary<bool>()};
     default: return Quiesced{key, rank};
   }
 }
@@ -357,6 +361,7 @@ TEST(SessionMessage, Prints) {
             "accepted req-7#2 source=3\n"
             "failed req-7#2 source=3 reason=\"exhausted: no pinned memory is left\"\n"
             "cancel req-7#2 target=1 reason=\"the client went away\"\n"
+            "cancel whole req-7#2 target=1 reason=\"another model\"\n"
             "quiesced req-7#2 source=3\n");
 }
 

@@ -136,6 +136,8 @@ class Cluster {
 
   std::shared_ptr<const Side> side(const std::string& words) { return std::make_shared<const Side>(shapes::side(shape_, words)); }
 
+  // From now on ranks hold this one.
+  void another_model(CacheShape shape) { shape_ = std::move(shape); }
   void add_prefill(const std::string& words) {
     const auto of = side(words);
     for (std::int32_t rank = 0; rank < of->ranks(); ++rank) {

@@ -309,6 +309,33 @@ TEST(Endpoints, WhatAllDecodeRanksHadLeftBeforeItWasOfferedIsOverAtOnce) {
   for (auto& p : cluster.prefill) EXPECT_EQ(p->find<SourceEnded>(left.key)->outcome, Outcome::cancelled);
 }
 
+TEST(Endpoints, SidesThatDoNotFitAreOverOnBothSidesAtOnce) {
+  Cluster cluster(shapes::gqa(4));
+  cluster.add_prefill("tp=2");
+  cluster.another_model(shapes::gqa(2));
+  cluster.add_decode(2);
+  cluster.describe("tp=2");
+  Request offered = request(16, 4, 0, "offered"), later = request(16, 4, 0, "later");
+  for (Request* r : {&offered, &later}) r->time = 1h;
+  cluster.offer(offered);
+  cluster.begin(offered);
+  ASSERT_TRUE(cluster.drive([&] { return cluster.over(offered); }));
+  cluster.begin(later);
+  ASSERT_TRUE(cluster.drive([&] {
+    return std::all_of(cluster.decode.begin(), cluster.decode.end(),
+                       [&](const auto& d) { return d->template find<TargetReleased>(later.key) != nullptr; });
+  }));
+  cluster.offer(later);
+  ASSERT_TRUE(cluster.drive([&] { return cluster.over(later); }));
+  for (const Request& r : {offered, later}) {
+    for (auto& d : cluster.decode) EXPECT_EQ(d->find<TargetEnded>(r.key)->outcome, Outcome::failed);
+    for (auto& p : cluster.prefill) {
+      EXPECT_EQ(p->find<SourceEnded>(r.key)->outcome, Outcome::cancelled);
+      EXPECT_THAT(p->find<SourceEnded>(r.key)->why.message, testing::HasSubstr("prefill has 4 heads, decode 2"));
+    }
+  }
+}
+
 TEST(Endpoints, AnEngineThatPreemptsFailsItsTargetsWithItsReason) {
   Cluster cluster(shapes::mla(), "cp=2:layers", "tp=1");
   const Request r = request(16);
