@@ -27,7 +27,7 @@ def install() -> None:
             self.__post_init__()
 
     packages = [".".join(BASE.split(".")[:n]) for n in range(1, 6)]
-    for name in (*packages, f"{BASE}.base", f"{BASE}.metrics", "vllm.platforms", "torch", "torch.overrides"):
+    for name in (*packages, f"{BASE}.base", f"{BASE}.metrics", "vllm.distributed.utils", "vllm.platforms", "torch", "torch.overrides"):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = []
     sys.modules[BASE].base = base = sys.modules[f"{BASE}.base"]
@@ -38,10 +38,18 @@ def install() -> None:
     metrics.KVConnectorStats, metrics.KVConnectorPromMetrics = Stats, object
     sys.modules["vllm"].__version__ = "0.32.0"
     sys.modules["vllm.platforms"].current_platform = types.SimpleNamespace(device_type="cpu")
+    sys.modules["vllm.distributed.utils"].get_pp_indices = pp_indices
     torch = sys.modules["torch"]
     torch.Tensor, torch.device, torch.from_dlpack = Tensor, Device, np.asarray
     torch.zeros = torch.empty = None
     sys.modules["torch.overrides"].TorchFunctionMode = object
+
+
+def pp_indices(layers: int, rank: int, size: int) -> tuple[int, int]:
+    """Layers of a pipeline's stage. What is left over goes to the stages before the last one, from behind (vllm/distributed/utils.py)."""
+    each, over = divmod(layers, size)
+    counts = [each + (size - 1 - over <= stage < size - 1) for stage in range(size)]
+    return sum(counts[:rank]), sum(counts[: rank + 1])
 
 
 class Role(enum.Enum):
