@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import time
 
@@ -211,16 +212,16 @@ NAMES = layer_names(LAYERS)
 class Rank:
     """A worker's half over shared memory."""
 
-    def __init__(self, role: str, block: int, isa: str = "vec", layers: int = LAYERS) -> None:
+    def __init__(self, role: str, block: int, isa: str = "vec", layers: int = LAYERS, heads: int = HEADS, item: type = np.float32) -> None:
         from kvloom.vllm.regions import local_cache
 
         transport = kvloom.shm_transport("*" if role == "decode" else "")
-        each = BLOCKS * HEADS * block * WIDE * 4
+        each = BLOCKS * heads * block * WIDE * np.dtype(item).itemsize
         region = transport.allocate(each * layers)
-        self.memory = np.asarray(region.array()).view(np.float32).reshape(layers, BLOCKS, HEADS, block, WIDE)
+        self.memory = np.asarray(region.array()).view(item).reshape(layers, BLOCKS, heads, block, WIDE)
         self.tensors = {name: tensor_of(memory) for name, memory in zip(layer_names(layers), self.memory, strict=True)}
         groups = alike(layers, block)
-        self.placed = place(vllm_config(groups, HEADS, isa=isa), cache_config(groups, BLOCKS), self.tensors, 0)
+        self.placed = place(vllm_config(groups, heads, isa=isa), cache_config(groups, BLOCKS), self.tensors, 0)
         cache, self.counts = local_cache(self.placed, self.tensors, [region]), Counts()
         if role == "prefill":
             self.session = kvloom.SourceSession(transport, cache, events=True)
@@ -406,13 +407,23 @@ def test_who_is_refused_for_a_key_in_use_takes_nobody_with_it(ranks):
     assert next(landed for landed in decode.heard(over) if landed.over).failed == set()
 
 
-def test_sides_of_two_models_are_refused_when_they_meet(ranks):
-    prefill, decode = ranks("prefill", 32), ranks("decode", 32, layers=2)
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"layers": 2}, "decode has the cache group kv_l0_of_standin_256_2_0_float32, prefill has not"),
+        ({"item": np.float16}, "decode has the cache group kv_l0_of_standin_256_3_0_float16, prefill has not"),
+        ({"heads": 2}, "prefill has 4 heads, decode 2: they must be one model's"),
+    ],
+)
+def test_sides_that_do_not_fit_are_refused_when_they_meet(ranks, caplog, other, words):
+    """The load fails, which vLLM answers by kv_load_failure_policy; the log says why."""
+    prefill, decode = ranks("prefill", 32), ranks("decode", 32, **other)
     prefill.side.begin(Step(offers=[Offer("p", "key", LONG)]))
     decode.side.begin(Step(loads=[load(prefill, 0, 99, [1, 2, 3, 4])]))
     begun = time.monotonic()
     assert next(landed for landed in decode.heard(over) if landed.over).failed == {"d"}
     assert time.monotonic() - begun < LONG / 2  # not for want of time
+    assert re.search(f"request d was not loaded: .*{words}", caplog.text)
 
 
 def test_a_forward_pass_waits_layer_by_layer(ranks):

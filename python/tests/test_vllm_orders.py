@@ -5,8 +5,6 @@ The orders: vllm/v1/worker/kv_connector_model_runner_mixin.py (0.24 and 0.32), v
 
 from __future__ import annotations
 
-import contextlib
-import math
 import socket
 import time
 import types
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import LONG
 from vllm_stand_in import installed
-from vllm_stand_in.engine import Request, alike, bytes_of, cache_config, layer_names, output, vllm_config
+from vllm_stand_in.engine import Request, alike, allocate, cache_config, layer_names, output, vllm_config
 from vllm_stand_in.modules import KVCacheBlock, KVCacheBlocks, KVConnectorRole
 
 import kvloom
@@ -76,21 +74,10 @@ class Engine:
         self.order = order
         self.scheduler = connector.KVLoomConnector(config, KVConnectorRole.SCHEDULER, caches)
         self.worker = connector.KVLoomConnector(config, KVConnectorRole.WORKER, caches)
-        self.memory = self._allocate()
+        self.memory = allocate(self.worker, NAMES, (BLOCKS, HEADS, BLOCK, WIDE))
         if role == "kv_producer":
             self.memory[:] = np.random.default_rng(3).random(self.memory.shape, np.float32)
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
-
-    def _allocate(self) -> np.ndarray:
-        """All layers' caches, in one tensor. @return its memory, [layers, blocks, heads, tokens, content]"""
-        import torch
-
-        shape = (BLOCKS, HEADS, BLOCK, WIDE)
-        with self.worker.get_mem_pool_context() or contextlib.nullcontext():
-            whole = torch.zeros(LAYERS * math.prod(shape), dtype=torch.float32)
-        steps, each = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))], math.prod(shape)
-        self.worker.register_kv_caches({name: whole.as_strided(shape, steps, n * each) for n, name in enumerate(NAMES)})
-        return bytes_of(whole, LAYERS * each * whole.element_size()).view(np.float32).reshape(LAYERS, *shape)
 
     def step(self, scheduled: Any = None, hooks: int = 0) -> tuple[set[str], set[str], set[str]]:
         step = self.scheduler.build_connector_meta(scheduled or output())

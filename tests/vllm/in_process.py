@@ -69,6 +69,12 @@ class Engine:
         """Whether a request isn't answered yet."""
         return self._engine.has_unfinished_requests()
 
+    @property
+    def working(self) -> bool:
+        """Whether a step has anything to do: with a pipeline, batches may be on their way when nobody is left in the scheduler."""
+        core = self._engine.engine_core.engine_core
+        return core.scheduler.has_requests() or bool(core.batch_queue)
+
     def run(self, steps: int = 10_000) -> dict[str, Ended]:
         """Step until all are answered. @error not within `steps`: RuntimeError."""
         ended: dict[str, Ended] = {}
@@ -82,7 +88,7 @@ class Engine:
         """Step until the scheduler has nothing left either: blocks that the connector keeps are back. @error not within `steps`: RuntimeError."""
         ended: dict[str, Ended] = {}
         for _ in range(steps):
-            if not self.busy and not self.scheduler.has_requests():
+            if not self.busy and not self.working:
                 return ended
             ended |= {one.name: one for one in self.step()}
         raise RuntimeError(f"the scheduler still has requests after {steps} steps: {self.pool()}")

@@ -180,14 +180,14 @@ class Child:
 
     def loop(self, commands) -> None:
         while True:
-            busy = self.engine.scheduler.has_requests()
+            busy = self.engine.working
             if select.select([commands], [], [], 0 if busy else None)[0]:
                 line = commands.readline()
                 if not line:
                     return
                 number, command, arguments = json.loads(line)
                 self.say(to=number, answer=[getattr(self, command)(*arguments)])
-            if self.engine.scheduler.has_requests():
+            if self.engine.working:
                 self.step()
 
     def nothing(self) -> None: ...

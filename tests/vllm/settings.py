@@ -19,6 +19,7 @@ import pathlib
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 NAME = "m"  # what all servers call their model
+TRACED = {"mode": 2, "backend": "eager"}  # CompilationMode.DYNAMO_TRACE_ONCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Settings:
     seed: int = 0
     gpu_memory: float | None = None  # part of a GPU's memory that it may take; None: it is on a CPU
     naps: bool = True  # its processes wait for each other by naps (napping/), since they share cores; False: by yields, vLLM's default
+    traced: bool = False  # models are traced by Dynamo and run as they are, with no compiler: what vLLM's warm-up sets up is there
     more: tuple[str, ...] = ()  # further words of the command line
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -72,7 +74,7 @@ class Settings:
     def command(self, port: int) -> list[str]:
         """The words after `python -m` that serve it on 127.0.0.1."""
         words = ["vllm.entrypoints.cli.main", "serve", str(self.model), "--served-model-name", NAME, "--host", "127.0.0.1"]
-        words += ["--port", str(port), "--enforce-eager"]
+        words += ["--port", str(port), *(("--compilation-config", json.dumps(TRACED)) if self.traced else ("--enforce-eager",))]
         for name, value in self._engine_fields().items():
             if isinstance(value, bool):
                 words.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
@@ -84,7 +86,8 @@ class Settings:
 
     def engine_arguments(self) -> dict:
         """The keyword arguments of vllm.LLM for the same."""
-        arguments = {"model": str(self.model), "enforce_eager": True, **self._engine_fields()}
+        run = {"compilation_config": TRACED} if self.traced else {"enforce_eager": True}
+        arguments = {"model": str(self.model), **run, **self._engine_fields()}
         if self.gpu_memory is not None:
             arguments["gpu_memory_utilization"] = self.gpu_memory
         if self.connector is None:

@@ -22,7 +22,6 @@ vllm/v1/kv_cache_interface.py. Strides of torch in elements, ours in bytes.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 TRANSPOSED_K = ("vec", "vec16")
 NULL_BLOCK = 0  # vLLM's, in every group
+NO_NAME = re.compile(r"[^a-z0-9]+")  # what a group's name has none of
 LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -160,10 +160,10 @@ def total_heads(spec: Any, held: int, config: Any) -> int:
 
 
 def name_group(spec: Any, layers: Sequence[int], model: str) -> str:
-    """kvloom compares groups by name, and not models: so the name says of which model it is, too."""
+    """kvloom compares groups by name, and not models: so the name says of which model it is, too, in words that a refusal can show."""
     kind = "latent" if is_latent(spec) else "kv"
     window = window_of(spec)
-    return f"{kind}{f'_w{window.tokens}' if window else ''}_l{layers[0]}_of_{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+    return f"{kind}{f'_w{window.tokens}' if window else ''}_l{layers[0]}_of_{NO_NAME.sub('_', model.lower())}"
 
 
 def layer_ids(names: Iterable[str]) -> dict[str, int]:

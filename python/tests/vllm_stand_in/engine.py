@@ -4,9 +4,11 @@ The replay (replay.py) makes them of a recording; tests that call the connector'
 Tokens that nobody gave are zeros, and so are those generated: only their number matters.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
+import math
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -76,6 +78,19 @@ def tensor_of(array: np.ndarray, device: str = "cpu") -> Any:
 def bytes_of(tensor: Any, length: int) -> np.ndarray:
     """uint8 [length], from the tensor's first byte on. @pre the tensor lives as long."""
     return np.frombuffer((ctypes.c_uint8 * length).from_address(tensor.data_ptr()), np.uint8)
+
+
+def allocate(worker: Any, names: Iterable[str], shape: tuple[int, ...]) -> np.ndarray:
+    """The layers' caches, all in one tensor of float32, where the worker's connector wants them; it is told of them. `shape`: of one.
+    @pre over a MiB together, as caches are    @return their memory, [layers, *shape]"""
+    import torch
+
+    names, each = list(names), math.prod(shape)
+    with worker.get_mem_pool_context() or contextlib.nullcontext():
+        whole = torch.zeros(len(names) * each, dtype=torch.float32)
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    worker.register_kv_caches({name: whole.as_strided(shape, steps, n * each) for n, name in enumerate(names)})
+    return bytes_of(whole, len(names) * each * whole.element_size()).view(np.float32).reshape(len(names), *shape)
 
 
 class Pool:

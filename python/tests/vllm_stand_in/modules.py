@@ -250,6 +250,13 @@ class KVCacheBlocks:
         return tuple([block.block_id for block in group] for group in groups)
 
 
+def stage_of(layers: int, rank: int, size: int) -> tuple[int, int]:
+    """A pipeline stage's layers. What is left over goes to the stages before the last one, from behind (vllm/distributed/utils.py)."""
+    each, over = divmod(layers, size)
+    counts = [each + (size - 1 - over <= stage < size - 1) for stage in range(size)]
+    return sum(counts[:rank]), sum(counts[: rank + 1])
+
+
 def named(release: Release) -> dict[str, dict]:
     """What each module holds."""
     base = {"KVConnectorBase_V1": base_class(release), "KVConnectorRole": KVConnectorRole, "SupportsHMA": SupportsHMA}
@@ -268,7 +275,7 @@ def named(release: Release) -> dict[str, dict]:
         "vllm.v1.kv_cache_interface": specs,
         "vllm.v1.attention.backends.cpu_attn": {"_get_attn_isa": lambda dtype, block_size, *_, **__: "vec" if block_size % 32 == 0 else "vec16"},
         "vllm.platforms": {"current_platform": types.SimpleNamespace(device_type="cpu", is_cpu=lambda: True, is_cuda=lambda: False)},
-        "vllm.distributed.utils": {"get_pp_indices": lambda layers, rank, size: (rank * layers // size, (rank + 1) * layers // size)},
+        "vllm.distributed.utils": {"get_pp_indices": stage_of},
         "vllm.logger": {"init_logger": logging.getLogger},
     }
 
