@@ -424,6 +424,8 @@ def test_sides_that_do_not_fit_are_refused_when_they_meet(ranks, caplog, other, 
     assert next(landed for landed in decode.heard(over) if landed.over).failed == {"d"}
     assert time.monotonic() - begun < LONG / 2  # not for want of time
     assert re.search(f"request d was not loaded: .*{words}", caplog.text)
+    prefill.side.begin(Step(held=["p"]))
+    prefill.heard(lambda said: {"p"} in said)  # it is told, and does not keep its blocks for as long as it was given
 
 
 def test_a_forward_pass_waits_layer_by_layer(ranks):

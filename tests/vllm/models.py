@@ -29,6 +29,7 @@ BYTES = 256
 LAYERS = 4
 KINDS = ("llama", "llama1", "qwen3", "mla", "window")
 SPREAD = 0.1  # standard deviation of the weights
+LOUD = 1.0  # of Gemma's norms of q and k, which add one: scores are 4 times what they are at 0
 
 
 def models_folder() -> pathlib.Path:
@@ -98,7 +99,8 @@ def _config(kind: str):
         return transformers.Qwen3Config(num_key_value_heads=4, head_dim=32, **shared)
     if kind == "window":
         layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-        own = dict(num_hidden_layers=len(layers), layer_types=layers, sliding_window=256, query_pre_attn_scalar=32)
+        # With an output of its own: a tied one finds the last token again in what its embedding has left.
+        own = dict(num_hidden_layers=len(layers), layer_types=layers, sliding_window=256, query_pre_attn_scalar=32, tie_word_embeddings=False)
         return transformers.Gemma3TextConfig(num_key_value_heads=4, head_dim=32, **(shared | own))
     return transformers.DeepseekV2Config(
         num_key_value_heads=8, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
@@ -114,14 +116,17 @@ def _write_tiny(kind: str, seed: int, folder: pathlib.Path) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     network = AutoModelForCausalLM.from_config(_config(kind))
-    # Not all kinds draw all their weights by initializer_range (experts), so they are drawn here: matrices alone, norms stay as they are.
+    # Not all kinds draw all their weights by initializer_range (experts), so they are drawn here: matrices alone. Norms stay as they are, but Gemma's
+    # of q and k: at 0 scores spread by 1, attention is near the mean of all tokens, and one among hundreds is lost in it.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weights in sorted(network.named_parameters()):
-            # Gemma scales embeddings by the root of its width and uses them again for the output: at full size they would win over all layers.
+            # Gemma scales embeddings by the root of its width: at full size they would win over all layers.
             small = kind == "window" and "embed_tokens" in name
             if weights.dim() > 1:
                 weights.normal_(0.0, SPREAD / network.config.hidden_size**0.5 if small else SPREAD, generator=generator)
+            elif kind == "window" and name.endswith(("q_norm.weight", "k_norm.weight")):
+                weights.fill_(LOUD)
     network.to(torch.bfloat16).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
 

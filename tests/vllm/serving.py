@@ -110,10 +110,12 @@ def hits_wanted(prefill: Site, decode: Site) -> list[tuple[int, int]]:
     return [(there // of_prefill * of_prefill, here // of_decode * of_decode) for there, here in WARM]
 
 
-def served(prompts: list[list[int]], folder: pathlib.Path, prefill: Site, decode: Site, proxy: Proxy) -> tuple[list[Completion], list[Seen]]:
-    """All prompts, AT_ONCE at a time. @return the answers, and what was seen of the transfers."""
+def served(
+    prompts: list[list[int]], folder: pathlib.Path, prefill: Site, decode: Site, proxy: Proxy, at_once: int = AT_ONCE
+) -> tuple[list[Completion], list[Seen]]:
+    """All prompts, `at_once` at a time. @return the answers, and what was seen of the transfers."""
     fresh(folder)
-    answers = together(proxy.url, prompts, TOKENS, AT_ONCE)
+    answers = together(proxy.url, prompts, TOKENS, at_once)
     prefill.wait_quiet(QUIET)
     decode.wait_quiet(QUIET)
     return answers, compare(folder)

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 from ask import together
 from harness import running
-from serving import AT_ONCE, TOKENS, Site, bytes_are_prefills, forget, forty, hits_of, hits_wanted, license_text, served, warm, way
+from serving import AT_ONCE, TOKENS, Site, bytes_are_prefills, forget, forty, hits_of, hits_wanted, license_text, served, turned, warm, way
 from settings import of
 
 
@@ -60,11 +60,23 @@ def test_sliding_windows(text, folder):
 
 
 def test_latent_rows(text, folder):
-    """Bytes alone: attention to latent rows is bfloat16, and adds up in another order in blocks of another size, which may change a token."""
+    """All bytes, in blocks of 128 to 64; and tokens where they must be equal, to a second decode server.
+
+    Attention to latent rows is bfloat16: it adds up in another order in blocks of another size, or where a step has other tokens, and a token may change.
+    So the second server has prefill's blocks, prompts come one at a time, and behind whole chunks prefill computes their last token alone, as decode does.
+    """
     settings = of("mla", prefix_caching=False)
     prefill, decode = Site("prefill", "kv_producer", settings, folder), Site("decode", "kv_consumer", settings.but(block=64, blocks=512), folder)
-    prompts = forty(text)
-    with running(prefill, decode), way(prefill, decode) as proxy:
-        _, seen = served(prompts, folder, prefill, decode, proxy)
+    like_prefill = Site("decode like prefill", "kv_consumer", settings, folder)
+    prompts, lone_last = forty(text), [turned(text, length)[:length] for length in range(settings.chunk + 1, len(text), settings.chunk) if length < 1_900]
+    with running(prefill, decode, like_prefill):
+        with way(prefill, decode) as proxy:
+            _, seen = served(prompts, folder, prefill, decode, proxy)
         bytes_are_prefills(seen, prefill, decode)
         assert len(seen) == len(prompts) - 1  # one token has nothing before it
+        with way(prefill, like_prefill) as proxy:
+            answers, seen = served(lone_last, folder, prefill, like_prefill, proxy, at_once=1)
+        bytes_are_prefills(seen, prefill, like_prefill)
+        assert len(seen) == len(lone_last)
+        alone = together(prefill.url, lone_last, TOKENS, at_once=1)
+    assert [answer.tokens for answer in answers] == [one.tokens for one in alone]
