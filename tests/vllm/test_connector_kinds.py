@@ -1,7 +1,7 @@
 """Other kinds of caches and shardings with two real engines: MLA, sliding windows (two cache groups), one KV head, tp on either side.
 
 Two proofs. Tokens: those of one vLLM alone. Bytes: the checksums of each layer's rows, prefill's and decode's. Where tokens say nothing, bytes do:
-the experts of the MLA model run in bfloat16 only, where chunks of other sizes give other tokens; the window model answers its last token again.
+the experts of the MLA model run in bfloat16 only, where chunks of other sizes give other tokens.
 """
 
 import contextlib
