@@ -91,10 +91,10 @@ TEST(Endpoints, AGateOpensWithEachLayerAndOnceForAllWithTheEnd) {
     if (cancelled)
       cluster.decode[0]->endpoint->cancel(r.key, "enough");
     else
-      for (std::int32_t layer = 1; layer < 4; ++layer) cluster.compute(r, LayerId(layer), 0, 8);
+      for (std::int32_t layer = 1; layer < 5; ++layer) cluster.compute(r, LayerId(layer), 0, 8);
     ASSERT_TRUE(cluster.drive([&] { return cluster.over(r); }));
     EXPECT_EQ(gate->overs, 1);
-    EXPECT_EQ(gate->layers.size(), cancelled ? 1U : 4U);
+    EXPECT_EQ(gate->layers.size(), cancelled ? 1U : 5U);
   }
 }
 
