@@ -19,6 +19,7 @@ from models import model
 from settings import Settings, connector
 
 IDLE = 10.0  # seconds
+SETTLE = 2.0  # seconds before that: vLLM's processes spin for one after the last step, with any connector or none
 PROMPT = 64  # tokens
 CORE = 1
 NOTHING, AGAIN, NULL, OURS = "no connector", "no connector, again", "a connector that does nothing", "KVLoomConnector"
@@ -65,6 +66,7 @@ def idle(rounds: int, tokens: int) -> None:
         for number in range(rounds):
             for name in list(servers) if number % 2 else reversed(servers):
                 rates[name].append(tokens / complete(servers[name].url, prompt, tokens).seconds)
+        time.sleep(SETTLE)
         before = {name: server.cpu_seconds() for name, server in servers.items()}
         time.sleep(IDLE)
         used = {name: 100 * (server.cpu_seconds() - before[name]) / IDLE for name, server in servers.items()}
