@@ -3,13 +3,23 @@
 #include <algorithm>
 
 namespace kvloom {
+namespace {
+
+// The first value of a key stays; of more than `most` keys the eldest goes. `order`: the map's keys, the eldest first.
+template <class Map>
+void keep_latest(Map& map, std::deque<typename Map::key_type>& order, const typename Map::key_type& key,
+                 typename Map::mapped_type value, std::size_t most) {
+  if (!map.emplace(key, std::move(value)).second) return;
+  order.push_back(key);
+  if (order.size() <= most) return;
+  map.erase(order.front());
+  order.pop_front();
+}
+
+}  // namespace
 
 void SourceBook::know(std::shared_ptr<const Plan> plan, const PlanDigest& digest) {
-  if (!plans_.emplace(digest, std::move(plan)).second) return;
-  plans_order_.push_back(digest);
-  if (plans_order_.size() <= kPlans) return;
-  plans_.erase(plans_order_.front());
-  plans_order_.pop_front();
+  keep_latest(plans_, plans_order_, digest, std::move(plan), kPlans);
 }
 
 Message SourceBook::failed(const TransferKey& key, Code code, std::string why) const {
@@ -25,7 +35,7 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
   const auto at = senders_.emplace(key, Sender(std::move(job), now)).first;
   timers_.emplace(at->second.deadline(), key);
   const auto cancelled = cancelled_.find(key);
-  const std::vector<Refused> left = cancelled == cancelled_.end() ? std::vector<Refused>{} : cancelled->second;
+  const std::vector<Left> left = cancelled == cancelled_.end() ? std::vector<Left>{} : cancelled->second;
   for (const auto& [from, cancel, grant] : left) tell(key, Sender::CancelFrom{from, cancel.target, cancel.reason}, now, actions);
   const auto early = early_.find(key);
   const std::vector<Early> grants = early == early_.end() ? std::vector<Early>{} : std::move(early->second);
@@ -36,7 +46,7 @@ Expected<void> SourceBook::offer(SenderJob job, Instant now, std::vector<Action>
   for (const auto& [from, cancel, grant] : left)
     if (const auto plan = grant == nullptr ? plans_.end() : plans_.find(grant->digest); plan != plans_.end())
       tell(key, Sender::Granted{from, grant, plan->second, now}, now, actions);
-  if (const auto unfit = unfit_.find(key); unfit != unfit_.end()) refuse(key, unfit->second, now, actions);
+  if (const auto told = unfit_.find(key); told != unfit_.end()) unfit(key, told->second, now, actions);
   return {};
 }
 
@@ -121,11 +131,7 @@ void SourceBook::erase_early(std::vector<Early>& early, Over over) {
 }
 
 void SourceBook::remember(const TransferKey& key, Error why) {
-  ended_.emplace(key, std::move(why));
-  ended_order_.push_back(key);
-  if (ended_order_.size() <= kRemembered) return;
-  ended_.erase(ended_order_.front());
-  ended_order_.pop_front();
+  keep_latest(ended_, ended_order_, key, std::move(why), kRemembered);
 }
 
 void SourceBook::message(PartnerId from, const Message& message, Instant now, std::vector<Action>& actions) {
@@ -152,7 +158,7 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
   const auto kept = std::make_shared<const Grant>(grant);
   if (const auto at = senders_.find(grant.key); at != senders_.end())
     return step(at, Sender::Granted{from, kept, plan->second, now}, now, actions);
-  if (Refused* before = cancelled_before(from, grant.key, grant.target)) {
+  if (Left* before = cancelled_before(from, grant.key, grant.target)) {
     if (before->grant == nullptr) before->grant = without_pages(grant);
     actions.emplace_back(SendTo{from, Quiesced{grant.key, rank_}});
     return;
@@ -178,7 +184,7 @@ void SourceBook::grant(PartnerId from, const Grant& grant, Instant now, std::vec
 
 void SourceBook::cancel(PartnerId from, const Cancel& cancel, Instant now, std::vector<Action>& actions) {
   if (cancel.whole) {
-    refuse(cancel.key, fmt::format("decode rank {}: {}", cancel.target.value, cancel.reason), now, actions);
+    unfit(cancel.key, fmt::format("decode rank {}: {}", cancel.target.value, cancel.reason), now, actions);
     actions.emplace_back(SendTo{from, Quiesced{cancel.key, rank_}});
     return;
   }
@@ -203,11 +209,11 @@ std::shared_ptr<const Grant> SourceBook::without_pages(const Grant& grant) {
   return std::make_shared<const Grant>(std::move(out));
 }
 
-SourceBook::Refused* SourceBook::cancelled_before(PartnerId from, const TransferKey& key, Rank target) {
+SourceBook::Left* SourceBook::cancelled_before(PartnerId from, const TransferKey& key, Rank target) {
   const auto at = cancelled_.find(key);
   if (at == cancelled_.end()) return nullptr;
   const auto found = std::find_if(at->second.begin(), at->second.end(),
-                                  [&](const Refused& r) { return r.from == from && r.cancel.target == target; });
+                                  [&](const Left& l) { return l.from == from && l.cancel.target == target; });
   return found == at->second.end() ? nullptr : &*found;
 }
 
@@ -222,16 +228,12 @@ void SourceBook::remember_cancel(PartnerId from, const Cancel& cancel, std::shar
   cancelled_order_.pop_front();
 }
 
-void SourceBook::refuse(const TransferKey& key, const std::string& why, Instant now, std::vector<Action>& actions) {
+void SourceBook::unfit(const TransferKey& key, const std::string& why, Instant now, std::vector<Action>& actions) {
   if (const auto at = senders_.find(key); at != senders_.end()) {
     if (at->second.state() == Sender::State::waiting) step(at, Sender::CancelAsked{why}, now, actions);
     return;
   }
-  if (ended_.contains(key) || !unfit_.emplace(key, why).second) return;
-  unfit_order_.push_back(key);
-  if (unfit_order_.size() <= kRemembered) return;
-  unfit_.erase(unfit_order_.front());
-  unfit_order_.pop_front();
+  if (!ended_.contains(key)) keep_latest(unfit_, unfit_order_, key, why, kRemembered);
 }
 
 void SourceBook::gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions) {

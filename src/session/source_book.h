@@ -47,7 +47,7 @@ class SourceBook {
   void tell(const TransferKey& key, const Sender::Event& event, Instant now, std::vector<Action>& actions);
   void message(PartnerId from, const Message& message, Instant now, std::vector<Action>& actions);
   // The transfer can't be: the two sides do not fit. Offered later, it is over at once. But where somebody has granted it, that was a stranger.
-  void refuse(const TransferKey& key, const std::string& why, Instant now, std::vector<Action>& actions);
+  void unfit(const TransferKey& key, const std::string& why, Instant now, std::vector<Action>& actions);
   void gone(PartnerId partner, const Error& why, Instant now, std::vector<Action>& actions);
   void time(Instant now, std::vector<Action>& actions);
 
@@ -73,12 +73,12 @@ class SourceBook {
   void erase_early(std::vector<Early>& early, Over over);
   void forget_early(const Early& grant);
   void remember(const TransferKey& key, Error why);
-  struct Refused {
+  struct Left {
     PartnerId from;
     Cancel cancel;
     std::shared_ptr<const Grant> grant;  // without its pages; null: none has come
   };
-  Refused* cancelled_before(PartnerId from, const TransferKey& key, Rank target);
+  Left* cancelled_before(PartnerId from, const TransferKey& key, Rank target);
   void remember_cancel(PartnerId from, const Cancel& cancel, std::shared_ptr<const Grant> grant);
   static std::shared_ptr<const Grant> without_pages(const Grant& grant);
   Message failed(const TransferKey& key, Code code, std::string why) const;
@@ -100,7 +100,7 @@ class SourceBook {
   std::deque<TransferKey> ended_order_;
   // Targets that cancelled what was not offered yet: a grant of theirs that was overtaken by the cancel must not come to life. Their grants
   // are kept, since they say which ranks take part: a sender whose targets have all left is over as soon as it is offered.
-  std::map<TransferKey, std::vector<Refused>> cancelled_;
+  std::map<TransferKey, std::vector<Left>> cancelled_;
   std::deque<TransferKey> cancelled_order_;   // one for each entry, the eldest first
   std::map<TransferKey, std::string> unfit_;  // refused before they were offered, and why
   std::deque<TransferKey> unfit_order_;

@@ -342,7 +342,7 @@ void SourceEndpoint::grant(Link& link, const Grant& grant) {
   if (auto known = learn_plan(link, grant); !known) {
     refuse(known.error());
     std::vector<SourceBook::Action> actions;
-    book_.refuse(grant.key, fmt::format("decode rank {}: {}", grant.target.value, known.error().message), now(), actions);
+    book_.unfit(grant.key, fmt::format("decode rank {}: {}", grant.target.value, known.error().message), now(), actions);
     return obey(actions);
   }
   telemetry_.granted();

@@ -284,6 +284,10 @@ class Cluster {
   bool over(const Request& request) const {
     for (const auto& p : prefill)
       if (p->tables.contains(request.key) && p->find<SourceReleased>(request.key) == nullptr) return false;
+    return decoded(request);
+  }
+  // Over on the decode side.
+  bool decoded(const Request& request) const {
     for (const std::size_t n : ranks_of(request))
       if (decode[n]->tables.contains(request.key) && decode[n]->find<TargetReleased>(request.key) == nullptr) return false;
     return true;

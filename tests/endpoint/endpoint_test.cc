@@ -289,21 +289,12 @@ TEST(Endpoints, ACancelledTransferGivesBackItsPagesOnBothSides) {
 }
 
 TEST(Endpoints, WhatAllDecodeRanksHadLeftBeforeItWasOfferedIsOverAtOnce) {
-  Cluster cluster(shapes::mla());
-  cluster.add_prefill("cp=2:layers");
-  cluster.add_decode(2);
-  cluster.describe("dcp=2");
+  Cluster cluster(shapes::mla(), "cp=2:layers", "dcp=2");
   const Request met = request(16, 4, 0, "met"), left = request(16, 4, 0, "left");
-  cluster.begin(met);
-  cluster.offer(met);
-  cluster.compute_all(met);
-  ASSERT_TRUE(cluster.drive([&] { return cluster.over(met); }));
+  ASSERT_TRUE(cluster.serves(met));
   cluster.begin(left);
   for (auto& d : cluster.decode) d->endpoint->cancel(left.key, "its user left");
-  ASSERT_TRUE(cluster.drive([&] {
-    return std::all_of(cluster.decode.begin(), cluster.decode.end(),
-                       [&](const auto& d) { return d->template find<TargetReleased>(left.key) != nullptr; });
-  }));
+  ASSERT_TRUE(cluster.drive([&] { return cluster.decoded(left); }));
   cluster.offer(left);
   ASSERT_TRUE(cluster.drive([&] { return cluster.over(left); }));
   for (auto& p : cluster.prefill) EXPECT_EQ(p->find<SourceEnded>(left.key)->outcome, Outcome::cancelled);
@@ -321,10 +312,7 @@ TEST(Endpoints, SidesThatDoNotFitAreOverOnBothSidesAtOnce) {
   cluster.begin(offered);
   ASSERT_TRUE(cluster.drive([&] { return cluster.over(offered); }));
   cluster.begin(later);
-  ASSERT_TRUE(cluster.drive([&] {
-    return std::all_of(cluster.decode.begin(), cluster.decode.end(),
-                       [&](const auto& d) { return d->template find<TargetReleased>(later.key) != nullptr; });
-  }));
+  ASSERT_TRUE(cluster.drive([&] { return cluster.decoded(later); }));
   cluster.offer(later);
   ASSERT_TRUE(cluster.drive([&] { return cluster.over(later); }));
   for (const Request& r : {offered, later}) {
@@ -374,11 +362,8 @@ TEST(Endpoints, ARestartedPrefillRankIsServedUnderItsNewIncarnation) {
   cluster.prefill[1] = nullptr;
   cluster.prefill[1] = std::make_unique<testing_cluster::Prefill>();
   cluster.start_prefill(1, side, Rank(1), address);
-  const auto decoded = [&](const Request& r) {
-    return std::all_of(cluster.decode.begin(), cluster.decode.end(),
-                       [&](const auto& d) { return d->template find<TargetReleased>(r.key) != nullptr; });
-  };
-  ASSERT_TRUE(cluster.drive([&] { return decoded(before) && cluster.prefill[0]->find<SourceReleased>(before.key) != nullptr; }));
+  ASSERT_TRUE(
+      cluster.drive([&] { return cluster.decoded(before) && cluster.prefill[0]->find<SourceReleased>(before.key) != nullptr; }));
   for (auto& d : cluster.decode) {
     EXPECT_EQ(d->find<TargetEnded>(before.key)->outcome, Outcome::failed);
     EXPECT_THAT(d->find<TargetEnded>(before.key)->why.message, testing::HasSubstr("prefill rank 1"));

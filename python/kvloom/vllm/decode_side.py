@@ -21,6 +21,7 @@ from kvloom.vllm.stats import Counts
 
 logger = logging.getLogger("vllm.kvloom")
 
+GRACE = 5.0  # seconds for a failed transfer's pages to come back
 FAREWELL = 10.0  # seconds, for the two to meet and for a prefill request that is still on its way
 
 
@@ -131,20 +132,18 @@ class DecodeSide:
         for incoming in [waited for waited in self._waited if not waited.failed]:
             key = kvloom.TransferKey(incoming.load.key)
             try:
-                self.session.wait_layer(key, layer, incoming.load.seconds + self.GRACE)
+                self.session.wait_layer(key, layer, incoming.load.seconds + GRACE)
             except kvloom.Error as error:
                 logger.error("kvloom: request %s: layer %s is not there: %s", incoming.load.request, name, error)
                 incoming.failed = True
                 self._blame(incoming.load)
                 self._quieten(key)
 
-    GRACE = 5.0  # seconds for a failed transfer's pages to come back
-
     def _quieten(self, key: kvloom.TransferKey) -> None:
         """vLLM computes these blocks again at once: nobody may write them any more."""
         self.session.cancel(key, "a layer came too late")
         try:
-            self.session.wait_released(key, self.GRACE)
+            self.session.wait_released(key, GRACE)
         except kvloom.Error as error:
             logger.error("kvloom: pages of transfer %s are used though they may still be written: %s", key, error)
 

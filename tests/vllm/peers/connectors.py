@@ -13,14 +13,11 @@ Owner: a Pair has its servers. Units: seconds.
 import dataclasses
 import json
 import os
-import pathlib
-import random
 import secrets
-import socket
 import urllib.request
 
 from failures import Halves, Way
-from harness import HOST, Server
+from harness import HOST, Server, free_ports
 from meeting import kvloom_connector
 from settings import HERE, Settings, connector, python_path
 
@@ -63,7 +60,7 @@ def none(settings: Settings, patience: float) -> Pair:
 
 
 def kvloom(settings: Settings, patience: float) -> Pair:
-    port = steady_port()
+    port = free_ports()
     prefill = Server(settings.but(cores=(0,), connector=kvloom_connector("kv_producer", control_port=port, silence=SILENCE)), "kvloom-prefill")
     decode = Server(settings.but(cores=(1,), connector=kvloom_connector("kv_consumer", silence=SILENCE)), "kvloom-decode")
 
@@ -79,7 +76,7 @@ def nixl(settings: Settings, patience: float) -> Pair:
     """`given` is its lease of 30 s, which no request can change."""
 
     def server(role: str, what: str, core: int) -> Server:
-        port = steady_port()
+        port = free_ports()
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "UCX_NET_DEVICES": "lo"}
         return Server(_with_peers(settings, environment).but(cores=(core,), connector=connector("NixlConnector", role=role) | POLICY), what)
 
@@ -95,7 +92,7 @@ def nixl(settings: Settings, patience: float) -> Pair:
 
 def mooncake(settings: Settings, patience: float) -> Pair:
     """`given` is none: it waits 480 s (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT), longer than anybody here."""
-    port = steady_port()
+    port = free_ports()
     # More than 1,024 pieces in flight to one peer are refused by default: the benchmark's eight long prompts would be.
     environment = {"VLLM_HOST_IP": HOST, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}
     settings = _with_peers(settings, environment, str(HERE / "peers" / "mooncake_on_cpu"))
@@ -112,19 +109,6 @@ def mooncake(settings: Settings, patience: float) -> Pair:
         return Halves({"do_remote_decode": True, "do_remote_prefill": False, **transfer}, lambda answer: to_decode | transfer)
 
     return Pair("mooncake", prefill, decode, Way("mooncake", prefill, decode, halves, given=0.0, patience=patience))
-
-
-def steady_port() -> int:
-    """A free port that the kernel gives to nobody who doesn't ask for it: these connectors bind theirs seconds after they were chosen."""
-    first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(first_given - 10_000, first_given)
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-                return port
-            except OSError:
-                continue
 
 
 def _engine(bootstrap: str) -> str:
